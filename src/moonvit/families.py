@@ -1,0 +1,387 @@
+"""The model families as data: one frozen ``VisionConfig`` and one row per family, read from every config dialect.
+
+Three generations of the tower differ in a handful of fields, so they are rows of a table here and one model in
+``model.py``. Values: the released ``config.json`` and ``preprocessor_config.json`` files of Kimi-VL-A3B, Kimi-K2.5
+and Kimi-K3; what those files leave to the modelling code (norm epsilon, RoPE base, GELU flavour) is stated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from moonvit.errors import ConfigError
+
+PATCH = 14
+"""Side of a patch in pixels; every released family has this one."""
+PATCH_VALUES = 3 * PATCH * PATCH
+"""Values of one patch (C = 588)."""
+TORCH_RMS_EPS = 1.1920928955078125e-07
+"""What ``nn.RMSNorm`` without an epsilon uses since torch 2.7: the float32 machine epsilon."""
+
+Family = Literal["kimi-vl", "kimi-k2.5", "kimi-k3"]
+
+
+@dataclass(frozen=True)
+class ImageRule:
+    """How a family turns a picture size into a patch grid, and what it does with transparency.
+
+    Attributes:
+        kind: ``"navit"`` (K2.5 and K3: shrink by patches and by side, never refuse) or ``"kimi-vl"`` (shrink by
+            patches only, refuse a padded side of 512 patches or more).
+        patch_limit: Patches above which the picture is shrunk, counted before padding.
+        side_limit: Patches along one side.
+        pad: Pad to multiples of 28 pixels; if not, crop to multiples of 14 (Kimi-VL only).
+        frame_patch_limit: ``patch_limit`` of one video frame; 0 where the family takes no video.
+        alpha: ``"white"`` composites on white before the resize, ``"chessboard"`` on K3's 8-pixel chessboard after it,
+            ``"drop"`` forgets alpha as the official Kimi-VL and K2.5 processors do.
+    """
+
+    kind: Literal["navit", "kimi-vl"] = "navit"
+    patch_limit: int = 16384
+    side_limit: int = 512
+    pad: bool = True
+    frame_patch_limit: int = 4096
+    alpha: Literal["white", "chessboard", "drop"] = "white"
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Everything the tower, the projector and the preprocessor need to know about a model.
+
+    Attributes:
+        family: Row of the family table this model belongs to; decides checkpoint prefixes and prompts.
+        hidden_size: Tower width D.
+        intermediate_size: MLP width of a block.
+        num_layers: Blocks.
+        num_heads: Attention heads N.
+        qkv_size: Width Q of q, of k and of v; N times the head dimension H.
+        text_hidden_size: Language width E, the projector's output.
+        norm: Norm of the tower: ``"layernorm"`` or ``"rmsnorm"``.
+        norm_eps: Its epsilon.
+        attn_bias: Biases on wqkv and wo.
+        linear_bias: Biases on the MLP and the projector.
+        patch_bias: Bias on the patch embedding.
+        pos_emb_height: Rows of the learned position table.
+        pos_emb_width: Columns of the learned position table.
+        pos_emb_time: Rows of the fixed temporal table; 1 where the tower is two-dimensional.
+        pos_emb_mode: How the position table is resampled: ``"bicubic"`` or ``"bilinear"``.
+        projector: ``"pre_norm"`` (norm each patch, then merge and project) or ``"post_norm"`` (K3).
+        projector_norm_eps: Epsilon of the projector's norm.
+        rope_theta: RoPE base.
+        rule: The picture rule.
+    """
+
+    family: Family
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    qkv_size: int
+    text_hidden_size: int
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_eps: float = 1e-5
+    attn_bias: bool = True
+    linear_bias: bool = True
+    patch_bias: bool = True
+    pos_emb_height: int = 64
+    pos_emb_width: int = 64
+    pos_emb_time: int = 4
+    pos_emb_mode: Literal["bicubic", "bilinear"] = "bicubic"
+    projector: Literal["pre_norm", "post_norm"] = "pre_norm"
+    projector_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rule: ImageRule = ImageRule()
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_heads", "qkv_size", "text_hidden_size", "pos_emb_time"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}, must be at least 1", param=name)
+        if self.num_layers < 0:
+            raise ConfigError(f"num_layers = {self.num_layers}, must not be negative", param="num_layers")
+        if self.qkv_size % self.num_heads or self.head_dim % 4:
+            raise ConfigError(
+                f"qkv_size = {self.qkv_size} over {self.num_heads} heads: the head dimension must be a multiple of 4",
+                param="qkv_size",
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width H of one head."""
+        return self.qkv_size // self.num_heads
+
+    @property
+    def merged_size(self) -> int:
+        """Width K of a merged token: 4 * D."""
+        return 4 * self.hidden_size
+
+
+FAMILIES: dict[Family, VisionConfig] = {
+    "kimi-vl": VisionConfig(
+        family="kimi-vl",
+        hidden_size=1152,
+        intermediate_size=4304,
+        num_layers=27,
+        num_heads=16,
+        qkv_size=1152,
+        text_hidden_size=2048,
+        pos_emb_time=1,
+        rule=ImageRule(kind="kimi-vl", patch_limit=4096, frame_patch_limit=0),
+    ),
+    "kimi-k2.5": VisionConfig(
+        family="kimi-k2.5",
+        hidden_size=1152,
+        intermediate_size=4304,
+        num_layers=27,
+        num_heads=16,
+        qkv_size=1152,
+        text_hidden_size=7168,
+    ),
+    "kimi-k3": VisionConfig(
+        family="kimi-k3",
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_layers=27,
+        num_heads=12,
+        qkv_size=1536,
+        text_hidden_size=7168,
+        norm="rmsnorm",
+        norm_eps=TORCH_RMS_EPS,
+        attn_bias=False,
+        linear_bias=False,
+        patch_bias=False,
+        pos_emb_mode="bilinear",
+        projector="post_norm",
+        rule=ImageRule(patch_limit=65536, frame_patch_limit=0, alpha="chessboard"),
+    ),
+}
+
+ALIASES: dict[str, Family] = {
+    "kimi_vl": "kimi-vl",
+    "kimi_k25": "kimi-k2.5",
+    "kimi-k25": "kimi-k2.5",
+    "kimi-k2.6": "kimi-k2.5",
+    "kimi-k2.7": "kimi-k2.5",
+    "kimi-k2.7-code": "kimi-k2.5",
+    "kimi_k3": "kimi-k3",
+}
+"""Other spellings of a family: the ``model_type`` of its config.json, and releases that share its tower."""
+
+PREFIXES: dict[Family, tuple[str, str]] = {
+    "kimi-vl": ("vision_tower.", "multi_modal_projector."),
+    "kimi-k2.5": ("vision_tower.", "mm_projector."),
+    "kimi-k3": ("vision_tower.", "mm_projector."),
+}
+"""Checkpoint prefixes of the tower and of the projector."""
+
+
+def family_config(name: str, **overrides: Any) -> VisionConfig:
+    """The row of a family, with any field replaced.
+
+    Args:
+        name: ``kimi-vl``, ``kimi-vl-2506``, ``kimi-k2.5``, ``kimi-k3``, or a spelling in ``ALIASES``.
+        **overrides: Fields of ``VisionConfig``. Where ``hidden_size`` or ``num_heads`` is given and ``qkv_size`` is
+            not, ``qkv_size`` follows ``hidden_size`` for the families in which they are equal.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ConfigError: The family or a field is unknown, or the fields contradict each other.
+    """
+    key = name.lower()
+    if key == "kimi-vl-2506":
+        base = FAMILIES["kimi-vl"]
+        base = replace(base, rule=replace(base.rule, patch_limit=16384))
+    elif ALIASES.get(key, key) in FAMILIES:
+        base = FAMILIES[ALIASES.get(key, key)]  # type: ignore[index]
+    else:
+        known = ", ".join([*FAMILIES, "kimi-vl-2506"])
+        raise ConfigError(f"unknown model family {name!r}; known: {known}", param="model")
+    unknown = sorted(set(overrides) - {field.name for field in fields(VisionConfig)})
+    if unknown:
+        raise ConfigError(f"unknown configuration field(s): {', '.join(unknown)}", param=unknown[0])
+    if "qkv_size" not in overrides and "hidden_size" in overrides and base.qkv_size == base.hidden_size:
+        overrides["qkv_size"] = overrides["hidden_size"]
+    return replace(base, **overrides)
+
+
+# ---- config.json ----------------------------------------------------------------------------------------------------
+
+_SPELLINGS: dict[str, tuple[str, ...]] = {
+    "hidden_size": ("vt_hidden_size", "hidden_size"),
+    "intermediate_size": ("vt_intermediate_size", "intermediate_size"),
+    "num_layers": ("vt_num_hidden_layers", "num_hidden_layers"),
+    "num_heads": ("vt_num_attention_heads", "num_attention_heads"),
+    "qkv_size": ("qkv_hidden_size",),
+    "text_hidden_size": ("text_hidden_size",),
+    "norm_eps": ("vision_norm_eps",),
+    "attn_bias": ("attn_bias",),
+    "linear_bias": ("linear_bias",),
+    "patch_bias": ("patch_embed_proj_bias",),
+    "norm": ("norm_type",),
+    "pos_emb_height": ("init_pos_emb_height", "pos_emb_height"),
+    "pos_emb_width": ("init_pos_emb_width", "pos_emb_width"),
+    "pos_emb_time": ("init_pos_emb_time", "pos_emb_time"),
+    "pos_emb_mode": ("pos_emb_interpolation_mode",),
+    "projector_norm_eps": ("projector_ln_eps", "projection_layer_norm_eps"),
+}
+"""Field of ``VisionConfig`` -> the names it has in vision_config, official first."""
+
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "patch_size": (PATCH,),
+    "merge_kernel_size": (2, [2, 2], (2, 2)),
+    "merge_type": ("sd2_tpool",),
+    "pos_emb_type": ("divided_fixed",),
+    "video_attn_type": ("spatial_temporal",),
+    "projector_hidden_act": ("gelu",),
+    "projection_hidden_act": ("gelu",),
+    "activation_func": ("gelu_pytorch_tanh",),
+    "hidden_act": ("gelu_pytorch_tanh",),
+    "mlp_type": ("mlp2",),
+}
+"""Fields that change the arithmetic but have one value in every release: anything else is refused, not ignored."""
+
+_PROJECTORS = {"patchmerger": "pre_norm", "patchmergerv2": "post_norm"}
+
+
+def _get(source: Any, name: str) -> Any:
+    if source is None:
+        return None
+    if isinstance(source, Mapping):
+        return source.get(name)
+    return getattr(source, name, None)
+
+
+def _agreed(found: dict[str, Any]) -> Any:
+    """The one value several spellings of a field hold, None where there is none."""
+    values = {key: value for key, value in found.items() if value is not None}
+    if len({repr(value) for value in values.values()}) > 1:
+        listed = ", ".join(f"{key} = {value!r}" for key, value in values.items())
+        raise ConfigError(f"the configuration contradicts itself: {listed}", param=next(iter(values)))
+    return next(iter(values.values()), None)
+
+
+def config_from_dict(config: Any, preprocessor: Mapping[str, Any] | None = None) -> VisionConfig:
+    """Read a model's ``config.json``, as a mapping or as an object with the same attributes.
+
+    Official names (``vt_hidden_size``), plain names (``hidden_size``) and the names of re-saved transformers
+    checkpoints are understood, together where they agree.
+
+    Args:
+        config: The whole configuration, with ``model_type`` and ``vision_config``.
+        preprocessor: The ``preprocessor_config.json``, where there is one.
+
+    Returns:
+        The vision configuration.
+
+    Raises:
+        ConfigError: The model type is not a Kimi vision model, two spellings disagree, or a field that would change
+            the arithmetic has a value no release has.
+    """
+    model_type = _get(config, "model_type")
+    family = ALIASES.get(str(model_type))
+    if family is None:
+        known = ", ".join(name for name in ALIASES if "_" in name)
+        raise ConfigError(f"model_type = {model_type!r} is not a Kimi vision model; known: {known}", param="model_type")
+    vision = _get(config, "vision_config")
+    if vision is None:
+        raise ConfigError(
+            f"the {model_type} configuration has no vision_config: a text-only checkpoint has no tower to load",
+            param="vision_config",
+        )
+    text = _get(config, "text_config")
+    found: dict[str, Any] = {}
+    for field, spellings in _SPELLINGS.items():
+        names = {f"vision_config.{name}": _get(vision, name) for name in spellings}
+        if field == "text_hidden_size":
+            names["text_config.hidden_size"] = _get(text, "hidden_size")
+        value = _agreed(names)
+        if value is not None:
+            found[field] = value
+    for name, allowed in _FIXED.items():
+        value = _get(vision, name)
+        if value is not None and value not in allowed and not (name == "merge_kernel_size" and list(value) == [2, 2]):
+            raise ConfigError(
+                f"vision_config.{name} = {value!r} is not supported; supported: {allowed[0]!r}", param=name
+            )
+    if "norm" in found and found["norm"] not in ("layernorm", "rmsnorm"):
+        raise ConfigError(f"vision_config.norm_type = {found['norm']!r} is not layernorm or rmsnorm", param="norm_type")
+    if "pos_emb_mode" in found and found["pos_emb_mode"] not in ("bicubic", "bilinear"):
+        raise ConfigError(
+            f"vision_config.pos_emb_interpolation_mode = {found['pos_emb_mode']!r} is not bicubic or bilinear",
+            param="pos_emb_interpolation_mode",
+        )
+    kind = _get(vision, "mm_projector_type")
+    if kind is not None:
+        if kind not in _PROJECTORS:
+            raise ConfigError(f"vision_config.mm_projector_type = {kind!r} is not supported", param="mm_projector_type")
+        found["projector"] = _PROJECTORS[kind]
+    if family == "kimi-vl":
+        found.pop("pos_emb_time", None)
+    for spelling in ("mm_hidden_size", "projection_hidden_size"):
+        merged = _get(vision, spelling)
+        width = found.get("hidden_size", FAMILIES[family].hidden_size)
+        if merged is not None and merged != width:
+            raise ConfigError(
+                f"vision_config.{spelling} = {merged} but the tower width is {width}; they must be equal",
+                param=spelling,
+            )
+    result = family_config(family, **found)
+    return result if preprocessor is None else replace(result, rule=rule_from_dict(result, preprocessor))
+
+
+def rule_from_dict(config: VisionConfig, preprocessor: Mapping[str, Any]) -> ImageRule:
+    """Read a ``preprocessor_config.json`` into the picture rule of a model.
+
+    Args:
+        config: The model, for the family and the defaults.
+        preprocessor: The file's content; its settings are at the top level (Kimi-VL) or under ``media_proc_cfg``.
+
+    Returns:
+        The rule.
+
+    Raises:
+        ConfigError: A setting has a value that would change the picture in a way no release does.
+    """
+    settings = preprocessor.get("media_proc_cfg", preprocessor)
+    allowed: dict[str, tuple[Any, ...]] = {
+        "patch_size": (PATCH,),
+        "merge_kernel_size": (2, [2, 2]),
+        "image_mean": ([0.5, 0.5, 0.5],),
+        "image_std": ([0.5, 0.5, 0.5],),
+        "fixed_output_tokens": (None,),
+        "temporal_merge_kernel_size": (4,),
+        "transparent_bg_fill_stage": ("after_resize",),
+    }
+    for name, values in allowed.items():
+        if name in settings and settings[name] not in values:
+            raise ConfigError(
+                f"preprocessor setting {name} = {settings[name]!r} is not supported; supported: {values[0]!r}",
+                param=name,
+            )
+    names = {
+        "patch_limit": ("in_patch_limit", "in_token_limit"),
+        "side_limit": ("patch_limit_on_one_side",),
+        "frame_patch_limit": ("in_patch_limit_each_frame",),
+        "pad": ("pad_input",),
+    }
+    changes: dict[str, Any] = {}
+    for field, spellings in names.items():
+        value = _agreed({name: settings.get(name) for name in spellings})
+        if value is not None:
+            changes[field] = value
+    background = settings.get("transparent_bg_config")
+    if background is not None:
+        released = {
+            "pattern": "chessboard",
+            "chessboard_square_size": 8,
+            "chessboard_square_on_top_left": True,
+            "chessboard_white_value": 255,
+            "chessboard_gray_value": 180,
+        }
+        if {**released, **background} != released:
+            raise ConfigError(f"transparent_bg_config = {background!r} is not supported", param="transparent_bg_config")
+        changes["alpha"] = "chessboard"
+    return replace(config.rule, **changes)
