@@ -1,0 +1,595 @@
+"""MoonViT: patches in, language-model features out. One streaming tower for Kimi-VL, K2.5 and K3.
+
+``prepare`` turns grids into everything a pass needs that is not a weight: row chunks, RoPE tables, gather indices. It
+works on host integers and does all transfers. ``forward`` then never asks the device anything, and works in place:
+
+    patches_LC -> hidden_LD -> blocks -> merged_MK -> features_ME
+
+Of a micro-batch only three things exist for all its rows: ``hidden`` (L, D), the keys and the values of the layer at
+hand (L, 2Q). Everything else lives for one chunk of R rows: normalised rows, queries, attention output, MLP, merged
+rows, projector. Workspace is therefore ``s * L * (D + 2Q)`` bytes and a constant that R sets.
+
+Names in the state dict are those of the official checkpoints. There are no buffers.
+
+Shape suffixes: L packed patches, R rows of a chunk, C = 588 values of a patch, D tower width, Q qkv width, N heads,
+H head dimension, S rows of the RoPE tables, M merged tokens, K = 4D, E language width, T frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from moonvit.attention import Backend, Spans, attend, axis_table, choose_backend, make_spans, rotate_, row_ranges
+from moonvit.errors import ConfigError, GridError, InvalidInputError
+from moonvit.families import PATCH, PATCH_VALUES, PREFIXES, VisionConfig
+from moonvit.grids import Grid, as_grids
+from moonvit.preprocess import NORMALISE
+
+ROWS = 256
+"""Rows of a chunk where the caller does not choose."""
+_POSITION_BAND = 64
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes a tower can have."""
+
+
+# ---- what prepare makes ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows ``start:stop`` of the pack, and the images they belong to."""
+
+    start: int
+    stop: int
+    spans: Spans
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """Everything ``forward`` needs beside weights and patches, already on the model's device.
+
+    Attributes:
+        grids: The images, in pack order.
+        starts: First row of each image, and the end of the last (images + 1).
+        rows: Rows of a chunk at most.
+        backend: Attention backend the spans were made for.
+        chunks: The pack cut into chunks.
+        same_grid: For each distinct (h, w), the images that have it.
+        axis_SC: RoPE tables, complex64 (S, H / 4): for each distinct (h, w) its w column rows, then its h row rows.
+        x_index_L: Row of ``axis_SC`` for the column of each patch, int32.
+        y_index_L: Row of ``axis_SC`` for the row of each patch, int32.
+        merge_index_M4: Rows of the pack that become a token, first frame, in the order (0,0) (0,1) (1,0) (1,1), int32.
+        frame_TD: Temporal table, float32 (T, D); None where every image has one frame.
+        pixel_table: Normalised value of each uint8, in the model's dtype (256).
+    """
+
+    grids: tuple[Grid, ...]
+    starts: tuple[int, ...]
+    rows: int
+    backend: Backend
+    chunks: tuple[Chunk, ...]
+    same_grid: tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
+    axis_SC: torch.Tensor
+    x_index_L: torch.Tensor
+    y_index_L: torch.Tensor
+    merge_index_M4: torch.Tensor
+    frame_TD: torch.Tensor | None
+    pixel_table: torch.Tensor
+
+    @property
+    def patches(self) -> int:
+        """Rows of the pack (L)."""
+        return self.starts[-1]
+
+    def cis(self, start: int, stop: int) -> torch.Tensor:
+        """RoPE factors of rows ``start:stop``: complex64 (R, H / 2), column and row angles taking turns."""
+        columns = self.axis_SC.index_select(0, self.x_index_L[start:stop])
+        rows = self.axis_SC.index_select(0, self.y_index_L[start:stop])
+        return torch.stack((columns, rows), dim=-1).flatten(1)
+
+
+def frame_table(frames: int, width: int) -> torch.Tensor:
+    """The fixed temporal table: sines, then cosines, of the frame number.
+
+    Args:
+        frames: Rows T.
+        width: Tower width D.
+
+    Returns:
+        float32 (T, D). Row 0 is not zero (its cosines are 1), so it must not be added to single images.
+    """
+    omega = 10000.0 ** (-torch.arange(width // 2, dtype=torch.float64) / (width / 2))
+    angles = torch.outer(torch.arange(frames, dtype=torch.float64), omega)
+    return torch.cat((angles.sin(), angles.cos()), dim=1).float()
+
+
+# ---- layers, with official names ------------------------------------------------------------------------------------
+
+
+def _norm(config: VisionConfig) -> nn.Module:
+    kind = nn.RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
+    return kind(config.hidden_size, eps=config.norm_eps)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """``F.linear`` into a buffer that exists."""
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+class PositionTable(nn.Module):
+    """The learned position table, resampled to the grid of each image."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.mode = config.pos_emb_mode
+        self.weight = nn.Parameter(torch.zeros(config.pos_emb_height, config.pos_emb_width, config.hidden_size))
+
+    def resample(self, h: int, w: int, first: int, last: int) -> torch.Tensor:
+        """Channels ``first:last`` of the table on an (h, w) grid.
+
+        Args:
+            h: Patch rows.
+            w: Patch columns.
+            first: First channel.
+            last: Channel after the last.
+
+        Returns:
+            float32 (h, w, last - first). Bicubic has a = -0.75 and, like bilinear, does not antialias.
+        """
+        band = self.weight[:, :, first:last].float()
+        if band.shape[:2] == (h, w):
+            return band
+        return F.interpolate(band.permute(2, 0, 1)[None], size=(h, w), mode=self.mode)[0].permute(1, 2, 0)
+
+    def add_to_(self, hidden_LD: torch.Tensor, meta: Metadata) -> None:
+        """Add positions, and frame numbers where there are several, in float32 and rounded once.
+
+        Args:
+            hidden_LD: Embedded patches, changed in place.
+            meta: What ``prepare`` made.
+        """
+        width = hidden_LD.shape[1]
+        for (h, w), images in meta.same_grid:
+            # A band of channels at a time: a float32 table of the whole image would outweigh the image.
+            for first in range(0, width, _POSITION_BAND):
+                last = min(first + _POSITION_BAND, width)
+                band_HWB = self.resample(h, w, first, last)
+                for image in images:
+                    frames = meta.grids[image].t
+                    for frame in range(frames):
+                        start = meta.starts[image] + frame * h * w
+                        rows_HWB = hidden_LD[start : start + h * w, first:last].unflatten(0, (h, w))
+                        if frames > 1 and meta.frame_TD is not None:
+                            rows_HWB.add_(band_HWB + meta.frame_TD[frame, first:last])
+                        else:
+                            rows_HWB.add_(band_HWB)
+
+
+class PatchEmbed(nn.Module):
+    """Pixels to the tower's width: normalise, project, add positions."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, config.hidden_size, kernel_size=PATCH, stride=PATCH, bias=config.patch_bias)
+        self.pos_emb = PositionTable(config)
+
+    def forward(self, patches_LC: torch.Tensor, meta: Metadata) -> torch.Tensor:
+        """Embed the patches of a pack.
+
+        Args:
+            patches_LC: uint8, or normalised floats of any floating dtype.
+            meta: What ``prepare`` made.
+
+        Returns:
+            hidden_LD in the model's dtype.
+        """
+        weight_DC = self.proj.weight.flatten(1)
+        hidden_LD = weight_DC.new_empty(patches_LC.shape[0], weight_DC.shape[0])
+        for chunk in meta.chunks:
+            rows_RC = patches_LC[chunk.start : chunk.stop]
+            if rows_RC.dtype == torch.uint8:
+                rows_RC = meta.pixel_table.index_select(0, rows_RC.flatten().int()).view(rows_RC.shape)
+            _linear(rows_RC.to(weight_DC.dtype), weight_DC, self.proj.bias, hidden_LD[chunk.start : chunk.stop])
+        self.pos_emb.add_to_(hidden_LD, meta)
+        return hidden_LD
+
+
+class MLP(nn.Module):
+    """Two linears with the tanh flavour of GELU between them."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.fc0 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.linear_bias)
+        self.fc1 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.linear_bias)
+
+    def forward(self, x_RD: torch.Tensor) -> torch.Tensor:
+        """One chunk, (R, D) to (R, D)."""
+        inner = self.fc0(x_RD)
+        torch.ops.aten.gelu_(inner, approximate="tanh")
+        out_RD: torch.Tensor = self.fc1(inner)
+        return out_RD
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block, in place on ``hidden``."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.heads = config.num_heads
+        self.norm0 = _norm(config)
+        self.norm1 = _norm(config)
+        self.wqkv = nn.Linear(config.hidden_size, 3 * config.qkv_size, bias=config.attn_bias)
+        self.wo = nn.Linear(config.qkv_size, config.hidden_size, bias=config.attn_bias)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden_LD: torch.Tensor, kv_L2Q: torch.Tensor, meta: Metadata) -> None:
+        """Run the block.
+
+        Args:
+            hidden_LD: The residual stream, changed in place.
+            kv_L2Q: Scratch for keys and values (L, 2, Q).
+            meta: What ``prepare`` made.
+        """
+        q_size = kv_L2Q.shape[-1]
+        weight, bias = self.wqkv.weight, self.wqkv.bias
+        bias_q, bias_kv = (None, None) if bias is None else (bias[:q_size], bias[q_size:])
+        k_LNH, v_LNH = kv_L2Q.unflatten(-1, (self.heads, -1)).unbind(1)
+
+        for chunk in meta.chunks:  # keys and values of every row, before any row of hidden changes
+            rows = slice(chunk.start, chunk.stop)
+            _linear(self.norm0(hidden_LD[rows]), weight[q_size:], bias_kv, kv_L2Q[rows].flatten(1))
+            rotate_(k_LNH[rows], meta.cis(chunk.start, chunk.stop))
+
+        for chunk in meta.chunks:
+            rows_RD = hidden_LD[chunk.start : chunk.stop]
+            q_RNH = F.linear(self.norm0(rows_RD), weight[:q_size], bias_q).unflatten(-1, (self.heads, -1))
+            rotate_(q_RNH, meta.cis(chunk.start, chunk.stop))
+            attended_RNH = attend(q_RNH, k_LNH, v_LNH, chunk.spans, meta.backend)
+            rows_RD.add_(self.wo(attended_RNH.flatten(1)))
+            rows_RD.add_(self.mlp(self.norm1(rows_RD)))
+
+
+class Encoder(nn.Module):
+    """The blocks, and the norm that the merge applies."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.qkv_size = config.qkv_size
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.final_layernorm = _norm(config)
+
+    def forward(self, hidden_LD: torch.Tensor, meta: Metadata) -> None:
+        """Run all blocks, in place; ``final_layernorm`` follows row by row in ``merge``."""
+        kv_L2Q = hidden_LD.new_empty(hidden_LD.shape[0], 2, self.qkv_size)
+        for block in self.blocks:
+            block(hidden_LD, kv_L2Q, meta)
+
+    def merge(self, hidden_LD: torch.Tensor, index_R4: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """Final norm, mean over frames, and 2 x 2 patches side by side, for some tokens of one image.
+
+        Args:
+            hidden_LD: The residual stream.
+            index_R4: Rows of the four patches of each token in the first frame.
+            grid: The image.
+
+        Returns:
+            merged_RK in the dtype of ``hidden``; the mean is taken in float32.
+        """
+        rows = index_R4.flatten()
+        merged: torch.Tensor = self.final_layernorm(hidden_LD.index_select(0, rows))
+        if grid.t > 1:
+            total = merged.float()
+            for frame in range(1, grid.t):
+                total += self.final_layernorm(hidden_LD.index_select(0, rows + frame * grid.h * grid.w))
+            merged = (total / grid.t).to(hidden_LD.dtype)
+        return merged.view(index_R4.shape[0], -1)
+
+
+class Tower(nn.Module):
+    """``vision_tower`` of the checkpoints."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.patch_embed = PatchEmbed(config)
+        self.encoder = Encoder(config)
+
+
+class Projector(nn.Module):
+    """Merged patches to the language model's width, with the exact flavour of GELU."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        width, merged, text = config.hidden_size, config.merged_size, config.text_hidden_size
+        bias, eps = config.linear_bias, config.projector_norm_eps
+        self.pre_norm = nn.LayerNorm(width, eps=eps) if config.projector == "pre_norm" else None
+        first, last = nn.Linear(merged, merged, bias=bias), nn.Linear(merged, text, bias=bias)
+        if config.family == "kimi-vl":
+            self.linear_1, self.linear_2 = first, last
+        else:
+            self.proj = nn.Sequential(first, nn.GELU(), last)
+        self.post_norm = nn.RMSNorm(text, eps=eps) if config.projector == "post_norm" else None
+
+    @property
+    def linears(self) -> tuple[nn.Linear, nn.Linear]:
+        """The two linears, whatever the family calls them."""
+        first, last = (self.proj[0], self.proj[2]) if hasattr(self, "proj") else (self.linear_1, self.linear_2)
+        assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
+        return first, last
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the projector computes in: its norm's dtype, since linears may hold packed weights."""
+        norm = self.pre_norm if self.pre_norm is not None else self.post_norm
+        assert norm is not None
+        weight: torch.Tensor = norm.weight
+        return weight.dtype
+
+    def forward(self, merged_RK: torch.Tensor, out_RE: torch.Tensor) -> None:
+        """Project one chunk of merged patches into its place in the output.
+
+        Args:
+            merged_RK: Any floating dtype, float8 included; converted only where it is not the projector's.
+            out_RE: Where the features go, in any floating dtype.
+        """
+        first, last = self.linears
+        x = merged_RK if merged_RK.dtype == self.dtype else merged_RK.to(self.dtype)
+        if self.pre_norm is not None:
+            x = self.pre_norm(x.unflatten(-1, (4, -1))).flatten(1)
+        x = first(x)
+        torch.ops.aten.gelu_(x)
+        if self.post_norm is None and out_RE.dtype == self.dtype:
+            _linear(x, last.weight, last.bias, out_RE)
+        else:
+            x = last(x)
+            out_RE.copy_(x if self.post_norm is None else self.post_norm(x))
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+class VisionModel(nn.Module):
+    """Tower and projector of one checkpoint.
+
+    Args:
+        config: Which model.
+        attention: Backend, or ``"auto"`` for the fastest that runs where the weights are.
+    """
+
+    def __init__(self, config: VisionConfig, attention: Backend | str = "auto") -> None:
+        super().__init__()
+        self.config = config
+        self.attention = attention
+        self.vision_tower = Tower(config)
+        self._projector_name = PREFIXES[config.family][1].rstrip(".")
+        self.add_module(self._projector_name, Projector(config))
+        self.eval()
+
+    @classmethod
+    def empty(
+        cls,
+        config: VisionConfig,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        attention: Backend | str = "auto",
+    ) -> VisionModel:
+        """A model with memory for its weights, and nothing in it yet.
+
+        Args:
+            config: Which model.
+            dtype: float32, bfloat16 or float16.
+            device: Where the weights go.
+            attention: As in the constructor.
+
+        Returns:
+            The model.
+
+        Raises:
+            ConfigError: The dtype is another.
+        """
+        if dtype not in FLOAT_DTYPES:
+            known = ", ".join(str(kind).removeprefix("torch.") for kind in FLOAT_DTYPES)
+            raise ConfigError(f"dtype = {dtype}: a tower can be {known}", param="dtype")
+        with torch.device("meta"):
+            model = cls(config, attention).to(dtype)
+        return model.to_empty(device=device)
+
+    @torch.no_grad()
+    def init_weights_(self, seed: int) -> VisionModel:
+        """Fill the weights with random values under which features stay near 1.
+
+        Args:
+            seed: The same seed gives the same float32 values on every device, then rounded to the model's dtype.
+
+        Returns:
+            The model.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name and name.endswith("weight"):
+                values = 1.0 + 0.05 * values
+            elif name.endswith("bias"):
+                values *= 0.02
+            elif "pos_emb" in name:
+                values *= 0.2
+            else:
+                values *= parameter[0].numel() ** -0.5
+            parameter.copy_(values)
+        return self
+
+    @property
+    def projector(self) -> Projector:
+        """``mm_projector`` or ``multi_modal_projector``."""
+        module = getattr(self, self._projector_name)
+        assert isinstance(module, Projector)
+        return module
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the tower."""
+        return self.vision_tower.patch_embed.pos_emb.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tower."""
+        return self.vision_tower.patch_embed.pos_emb.weight.device
+
+    def prepare(self, grids: Iterable[Any], rows: int = ROWS) -> Metadata:
+        """Everything a pass over some images needs beside weights and patches.
+
+        Args:
+            grids: Images of one pack: anything ``as_grids`` reads, on the host.
+            rows: Rows of a chunk at most; fewer take less memory, more are faster.
+
+        Returns:
+            Metadata on the model's device, good for any number of passes over patches of these grids.
+
+        Raises:
+            EmptyInputError: There are no grids.
+            GridError: A grid is not legal, or has more frames than this tower takes.
+            ConfigError: ``rows`` is under 1, or the attention backend is unknown.
+        """
+        config, device = self.config, self.device
+        pack = as_grids(grids)
+        for index, grid in enumerate(pack):
+            if grid.t > config.pos_emb_time:
+                raise GridError(
+                    f"grid {index}: t = {grid.t}, but {config.family} takes 1 to {config.pos_emb_time} frame(s)",
+                    param=f"grids[{index}]",
+                )
+        if rows < 1:
+            raise ConfigError(f"rows = {rows}, must be at least 1", param="rows")
+        backend: Any = choose_backend(device, self.dtype) if self.attention == "auto" else self.attention
+
+        starts, tables, x_index, y_index, merge_index = [0], [], [], [], []
+        same_grid: dict[tuple[int, int], list[int]] = {}
+        first_row: dict[tuple[int, int], int] = {}
+        table_rows = 0
+        for image, grid in enumerate(pack):
+            size = (grid.h, grid.w)
+            same_grid.setdefault(size, []).append(image)
+            if size not in first_row:
+                first_row[size] = table_rows
+                tables += [axis_table(side, config.head_dim, config.rope_theta) for side in (grid.w, grid.h)]
+                table_rows += grid.w + grid.h
+            patch = torch.arange(grid.h * grid.w, dtype=torch.int32)
+            x_index.append((patch % grid.w + first_row[size]).repeat(grid.t))
+            y_index.append((patch // grid.w + first_row[size] + grid.w).repeat(grid.t))
+            squares = patch.view(grid.h // 2, 2, grid.w // 2, 2).transpose(1, 2).reshape(-1, 4)
+            merge_index.append(squares + starts[-1])
+            starts.append(starts[-1] + grid.patches)
+
+        offsets = tuple(starts)
+        chunks = tuple(
+            Chunk(start, stop, make_spans(start, stop, offsets, backend, device))
+            for start, stop in row_ranges(offsets[-1], rows)
+        )
+        frames = max(grid.t for grid in pack)
+        return Metadata(
+            grids=pack,
+            starts=offsets,
+            rows=rows,
+            backend=backend,
+            chunks=chunks,
+            same_grid=tuple((size, tuple(images)) for size, images in same_grid.items()),
+            axis_SC=torch.cat(tables).to(device),
+            x_index_L=torch.cat(x_index).to(device),
+            y_index_L=torch.cat(y_index).to(device),
+            merge_index_M4=torch.cat(merge_index).to(device),
+            frame_TD=frame_table(frames, config.hidden_size).to(device) if frames > 1 else None,
+            pixel_table=torch.tensor(NORMALISE).to(device, self.dtype),
+        )
+
+    @torch.no_grad()
+    def forward(self, patches_LC: torch.Tensor, meta: Metadata, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+        """Encode one pack of images. Inference only: it works in place and keeps nothing for a backward pass.
+
+        Args:
+            patches_LC: (L, 588) or (L, 3, 14, 14) on the model's device, images one behind the other; uint8 pixels, or
+                normalised floats.
+            meta: What ``prepare`` made for these images.
+            dtype: Dtype of the features; None is the projector's.
+
+        Returns:
+            features_ME of each image, in order, each with storage of its own.
+
+        Raises:
+            InvalidInputError: The model is in training mode, or the patches are neither uint8 nor floating.
+            GridError: The patches are not those of the grids.
+        """
+        if self.training:
+            raise InvalidInputError(
+                "this forward is inference-only and works in place; call model.eval() first", param="training"
+            )
+        tower, projector = self.vision_tower, self.projector
+        hidden_LD = tower.patch_embed(as_patches(patches_LC, meta.patches), meta)
+        tower.encoder(hidden_LD, meta)
+
+        features, token = [], 0
+        for grid in meta.grids:
+            index_M4 = meta.merge_index_M4[token : token + grid.tokens]
+            features_ME = self._new_features(grid.tokens, dtype)
+            for start, stop in row_ranges(grid.tokens, meta.rows):
+                merged_RK = tower.encoder.merge(hidden_LD, index_M4[start:stop], grid)
+                projector(merged_RK, features_ME[start:stop])
+            features.append(features_ME)
+            token += grid.tokens
+        return features
+
+    @torch.no_grad()
+    def project(self, merged_MK: torch.Tensor, rows: int = ROWS, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The projector alone, for features that come from somewhere else.
+
+        Args:
+            merged_MK: (M, 4D) or (M, 4, D), any floating dtype; converted chunk by chunk, and only where it is not
+                the projector's own.
+            rows: Rows of a chunk at most.
+            dtype: Dtype of the result; None is the projector's.
+
+        Returns:
+            features_ME with storage of their own.
+        """
+        features_ME = self._new_features(merged_MK.shape[0], dtype)
+        for start, stop in row_ranges(merged_MK.shape[0], rows):
+            self.projector(merged_MK[start:stop].flatten(1), features_ME[start:stop])
+        return features_ME
+
+    def _new_features(self, tokens: int, dtype: torch.dtype | None) -> torch.Tensor:
+        width = self.config.text_hidden_size
+        return torch.empty(tokens, width, dtype=dtype or self.projector.dtype, device=self.device)
+
+
+def as_patches(patches: torch.Tensor, expected: int) -> torch.Tensor:
+    """Check patches against the grids, by shape and dtype alone.
+
+    Args:
+        patches: (L, 588) or (L, 3, 14, 14).
+        expected: Rows the grids ask for.
+
+    Returns:
+        A view (L, 588), or a copy where the values of a patch do not stand in one run.
+
+    Raises:
+        GridError: The shape is another, or the row count is not ``expected``.
+        InvalidInputError: The dtype is neither uint8 nor floating.
+    """
+    if tuple(patches.shape[1:]) not in ((PATCH_VALUES,), (3, PATCH, PATCH)):
+        raise GridError(
+            f"patches of shape {tuple(patches.shape)}: expected (L, {PATCH_VALUES}) or (L, 3, {PATCH}, {PATCH})",
+            param="patches",
+        )
+    if patches.shape[0] != expected:
+        raise GridError(f"{patches.shape[0]} patches, but the grids ask for {expected}", param="patches")
+    if patches.dtype != torch.uint8 and not patches.is_floating_point():
+        raise InvalidInputError(
+            f"patches are {patches.dtype}: expected uint8 pixels or normalised floats", param="patches"
+        )
+    return patches.flatten(1)
