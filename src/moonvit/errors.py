@@ -9,6 +9,9 @@ MoonvitError                      500 server_error           exit 1
 │   │   └── MediaFetchError           media_fetch_failed
 │   ├── PromptError                   invalid_prompt
 │   ├── RequestError                  invalid_request
+│   ├── NotFoundError             404 not_found
+│   ├── AuthenticationError       401 invalid_api_key
+│   ├── SlowRequestError          408 request_timeout
 │   └── TooLargeError             413 request_too_large
 ├── BudgetError                   400 budget_exceeded        exit 3
 ├── ConfigError                   500 invalid_config         exit 4
@@ -103,6 +106,27 @@ class RequestError(InvalidInputError):
     """A field of the request is wrong, or is one this server does not honour."""
 
     code = "invalid_request"
+
+
+class NotFoundError(InvalidInputError):
+    """The model or the address asked for is not served here."""
+
+    status = 404
+    code = "not_found"
+
+
+class AuthenticationError(InvalidInputError):
+    """The request carries no key, or a wrong one."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class SlowRequestError(InvalidInputError):
+    """The body of the request did not arrive in time."""
+
+    status = 408
+    code = "request_timeout"
 
 
 class TooLargeError(InvalidInputError):

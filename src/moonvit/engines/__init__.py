@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from moonvit.families import VisionConfig
 from moonvit.prompts.messages import Message
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -105,12 +106,14 @@ class EngineInfo:
         family: Row of ``moonvit.families.FAMILIES``.
         max_context: Tokens of prompt and answer together.
         details: Parameters, dtype, device, budget and the like, for people to read.
+        vision: The tower and its picture rule; None for a text-only model, to which no picture is ever handed.
     """
 
     model: str
     family: str
     max_context: int
     details: dict[str, Any] = field(default_factory=dict)
+    vision: VisionConfig | None = None
 
 
 class Engine(Protocol):
@@ -123,7 +126,10 @@ class Engine(Protocol):
         ...
 
     async def cost(self, request: GenerateRequest) -> RequestCost:
-        """Count a request without running the tower or the decoder."""
+        """Count a request without running the tower or the decoder.
+
+        An ``ImagePart.source`` may here also be ``(width, height)``, upright, where only the size is known.
+        """
         ...
 
     async def health(self) -> bool:
