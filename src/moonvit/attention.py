@@ -4,7 +4,8 @@ Images are packed one behind the other, and an image attends only to itself. The
 at a time, so a call sees a few ``Span``s: where each image's queries stand in the chunk, and where its keys stand in
 the packed buffers. No backend ever sees a mask, and none builds a square score matrix except ``reference``.
 
-Shape suffixes: R query rows of a chunk, L packed rows of the keys, N heads, H head dimension.
+Shape suffixes: R query rows of a chunk, L packed rows of the keys, N heads, H head dimension, S rows of the RoPE
+tables, C = H / 2 complex factors.
 """
 
 from __future__ import annotations
@@ -122,6 +123,55 @@ def axis_table(length: int, head_dim: int, theta: float = 10000.0) -> torch.Tens
     return torch.polar(torch.ones_like(angles), angles)
 
 
+@dataclass(frozen=True)
+class Rotary:
+    """RoPE of a pack without a table per patch.
+
+    Attributes:
+        axis_SC: For each distinct (h, w) its w column factors, then its h row factors; complex64 (S, H / 4).
+        x_index_L: Row of ``axis_SC`` for the column of each patch, int32.
+        y_index_L: Row of ``axis_SC`` for the row of each patch, int32.
+    """
+
+    axis_SC: torch.Tensor
+    x_index_L: torch.Tensor
+    y_index_L: torch.Tensor
+
+    def cis(self, start: int, stop: int) -> torch.Tensor:
+        """Factors of patches ``start:stop``: complex64 (R, H / 2), column and row angles taking turns."""
+        columns = self.axis_SC.index_select(0, self.x_index_L[start:stop])
+        rows = self.axis_SC.index_select(0, self.y_index_L[start:stop])
+        return torch.stack((columns, rows), dim=-1).flatten(1)
+
+
+def make_rotary(
+    grids: Sequence[tuple[int, int, int]], head_dim: int, theta: float, device: torch.device | str = "cpu"
+) -> Rotary:
+    """Tables and indices for the images of a pack.
+
+    Args:
+        grids: (t, h, w) of each image; any positive sizes. All frames of an image turn alike.
+        head_dim: Width H of a head.
+        theta: Base of the frequencies.
+        device: Where they are wanted.
+
+    Returns:
+        ``sum of (h + w) over distinct (h, w) * H / 4 * 8`` bytes of table, and two int32 for each patch.
+    """
+    first_row: dict[tuple[int, int], int] = {}
+    tables: list[torch.Tensor] = []
+    x_index, y_index, rows = [], [], 0
+    for t, h, w in grids:
+        if (h, w) not in first_row:
+            first_row[h, w] = rows
+            tables += [axis_table(w, head_dim, theta), axis_table(h, head_dim, theta)]
+            rows += w + h
+        patch = torch.arange(h * w, dtype=torch.int32)
+        x_index.append((patch % w + first_row[h, w]).repeat(t))
+        y_index.append((patch // w + first_row[h, w] + w).repeat(t))
+    return Rotary(torch.cat(tables).to(device), torch.cat(x_index).to(device), torch.cat(y_index).to(device))
+
+
 def rotate_(x_RNH: torch.Tensor, cis_RC: torch.Tensor) -> None:
     """Apply 2-D RoPE in place: consecutive values form a pair, turned in float32 and written back in x's dtype.
 
@@ -129,7 +179,7 @@ def rotate_(x_RNH: torch.Tensor, cis_RC: torch.Tensor) -> None:
         x_RNH: Queries or keys of a chunk; rows may be strided.
         cis_RC: Factors, complex64 (R, H / 2).
     """
-    pairs = x_RNH.unflatten(-1, (-1, 2))
+    pairs = torch.unflatten(x_RNH, -1, (-1, 2))
     turned = torch.view_as_complex(pairs.float())
     turned.mul_(cis_RC.unsqueeze(1))
     if x_RNH.dtype != torch.float32:

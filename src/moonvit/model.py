@@ -12,7 +12,7 @@ rows, projector. Workspace is therefore ``s * L * (D + 2Q)`` bytes and a constan
 Names in the state dict are those of the official checkpoints. There are no buffers.
 
 Shape suffixes: L packed patches, R rows of a chunk, C = 588 values of a patch, D tower width, Q qkv width, N heads,
-H head dimension, S rows of the RoPE tables, M merged tokens, K = 4D, E language width, T frames.
+H head dimension, M merged tokens, K = 4D, E language width, T frames.
 """
 
 from __future__ import annotations
@@ -25,7 +25,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from moonvit.attention import Backend, Spans, attend, axis_table, choose_backend, make_spans, rotate_, row_ranges
+from moonvit.attention import (
+    Backend,
+    Rotary,
+    Spans,
+    attend,
+    choose_backend,
+    make_rotary,
+    make_spans,
+    rotate_,
+    row_ranges,
+)
 from moonvit.errors import ConfigError, GridError, InvalidInputError
 from moonvit.families import PATCH, PATCH_VALUES, PREFIXES, VisionConfig
 from moonvit.grids import Grid, as_grids
@@ -61,9 +71,7 @@ class Metadata:
         backend: Attention backend the spans were made for.
         chunks: The pack cut into chunks.
         same_grid: For each distinct (h, w), the images that have it.
-        axis_SC: RoPE tables, complex64 (S, H / 4): for each distinct (h, w) its w column rows, then its h row rows.
-        x_index_L: Row of ``axis_SC`` for the column of each patch, int32.
-        y_index_L: Row of ``axis_SC`` for the row of each patch, int32.
+        rotary: RoPE of the pack.
         merge_index_M4: Rows of the pack that become a token, first frame, in the order (0,0) (0,1) (1,0) (1,1), int32.
         frame_TD: Temporal table, float32 (T, D); None where every image has one frame.
         pixel_table: Normalised value of each uint8, in the model's dtype (256).
@@ -75,9 +83,7 @@ class Metadata:
     backend: Backend
     chunks: tuple[Chunk, ...]
     same_grid: tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
-    axis_SC: torch.Tensor
-    x_index_L: torch.Tensor
-    y_index_L: torch.Tensor
+    rotary: Rotary
     merge_index_M4: torch.Tensor
     frame_TD: torch.Tensor | None
     pixel_table: torch.Tensor
@@ -86,12 +92,6 @@ class Metadata:
     def patches(self) -> int:
         """Rows of the pack (L)."""
         return self.starts[-1]
-
-    def cis(self, start: int, stop: int) -> torch.Tensor:
-        """RoPE factors of rows ``start:stop``: complex64 (R, H / 2), column and row angles taking turns."""
-        columns = self.axis_SC.index_select(0, self.x_index_L[start:stop])
-        rows = self.axis_SC.index_select(0, self.y_index_L[start:stop])
-        return torch.stack((columns, rows), dim=-1).flatten(1)
 
 
 def frame_table(frames: int, width: int) -> torch.Tensor:
@@ -166,7 +166,7 @@ class PositionTable(nn.Module):
                     frames = meta.grids[image].t
                     for frame in range(frames):
                         start = meta.starts[image] + frame * h * w
-                        rows_HWB = hidden_LD[start : start + h * w, first:last].unflatten(0, (h, w))
+                        rows_HWB = torch.unflatten(hidden_LD[start : start + h * w, first:last], 0, (h, w))
                         if frames > 1 and meta.frame_TD is not None:
                             rows_HWB.add_(band_HWB + meta.frame_TD[frame, first:last])
                         else:
@@ -241,17 +241,18 @@ class Block(nn.Module):
         q_size = kv_L2Q.shape[-1]
         weight, bias = self.wqkv.weight, self.wqkv.bias
         bias_q, bias_kv = (None, None) if bias is None else (bias[:q_size], bias[q_size:])
-        k_LNH, v_LNH = kv_L2Q.unflatten(-1, (self.heads, -1)).unbind(1)
+        k_LNH, v_LNH = torch.unflatten(kv_L2Q, -1, (self.heads, -1)).unbind(1)
 
         for chunk in meta.chunks:  # keys and values of every row, before any row of hidden changes
             rows = slice(chunk.start, chunk.stop)
             _linear(self.norm0(hidden_LD[rows]), weight[q_size:], bias_kv, kv_L2Q[rows].flatten(1))
-            rotate_(k_LNH[rows], meta.cis(chunk.start, chunk.stop))
+            rotate_(k_LNH[rows], meta.rotary.cis(chunk.start, chunk.stop))
 
         for chunk in meta.chunks:
             rows_RD = hidden_LD[chunk.start : chunk.stop]
-            q_RNH = F.linear(self.norm0(rows_RD), weight[:q_size], bias_q).unflatten(-1, (self.heads, -1))
-            rotate_(q_RNH, meta.cis(chunk.start, chunk.stop))
+            q_RQ = F.linear(self.norm0(rows_RD), weight[:q_size], bias_q)
+            q_RNH = torch.unflatten(q_RQ, -1, (self.heads, -1))
+            rotate_(q_RNH, meta.rotary.cis(chunk.start, chunk.stop))
             attended_RNH = attend(q_RNH, k_LNH, v_LNH, chunk.spans, meta.backend)
             rows_RD.add_(self.wo(attended_RNH.flatten(1)))
             rows_RD.add_(self.mlp(self.norm1(rows_RD)))
@@ -342,7 +343,7 @@ class Projector(nn.Module):
         first, last = self.linears
         x = merged_RK if merged_RK.dtype == self.dtype else merged_RK.to(self.dtype)
         if self.pre_norm is not None:
-            x = self.pre_norm(x.unflatten(-1, (4, -1))).flatten(1)
+            x = self.pre_norm(torch.unflatten(x, -1, (4, -1))).flatten(1)
         x = first(x)
         torch.ops.aten.gelu_(x)
         if self.post_norm is None and out_RE.dtype == self.dtype:
@@ -469,22 +470,13 @@ class VisionModel(nn.Module):
             raise ConfigError(f"rows = {rows}, must be at least 1", param="rows")
         backend: Any = choose_backend(device, self.dtype) if self.attention == "auto" else self.attention
 
-        starts, tables, x_index, y_index, merge_index = [0], [], [], [], []
+        starts, merge_index = [0], []
         same_grid: dict[tuple[int, int], list[int]] = {}
-        first_row: dict[tuple[int, int], int] = {}
-        table_rows = 0
         for image, grid in enumerate(pack):
-            size = (grid.h, grid.w)
-            same_grid.setdefault(size, []).append(image)
-            if size not in first_row:
-                first_row[size] = table_rows
-                tables += [axis_table(side, config.head_dim, config.rope_theta) for side in (grid.w, grid.h)]
-                table_rows += grid.w + grid.h
-            patch = torch.arange(grid.h * grid.w, dtype=torch.int32)
-            x_index.append((patch % grid.w + first_row[size]).repeat(grid.t))
-            y_index.append((patch // grid.w + first_row[size] + grid.w).repeat(grid.t))
-            squares = patch.view(grid.h // 2, 2, grid.w // 2, 2).transpose(1, 2).reshape(-1, 4)
-            merge_index.append(squares + starts[-1])
+            same_grid.setdefault((grid.h, grid.w), []).append(image)
+            first_frame = torch.arange(starts[-1], starts[-1] + grid.h * grid.w, dtype=torch.int32)
+            squares = first_frame.view(grid.h // 2, 2, grid.w // 2, 2).transpose(1, 2)
+            merge_index.append(squares.reshape(-1, 4))
             starts.append(starts[-1] + grid.patches)
 
         offsets = tuple(starts)
@@ -500,9 +492,7 @@ class VisionModel(nn.Module):
             backend=backend,
             chunks=chunks,
             same_grid=tuple((size, tuple(images)) for size, images in same_grid.items()),
-            axis_SC=torch.cat(tables).to(device),
-            x_index_L=torch.cat(x_index).to(device),
-            y_index_L=torch.cat(y_index).to(device),
+            rotary=make_rotary(pack, config.head_dim, config.rope_theta, device),
             merge_index_M4=torch.cat(merge_index).to(device),
             frame_TD=frame_table(frames, config.hidden_size).to(device) if frames > 1 else None,
             pixel_table=torch.tensor(NORMALISE).to(device, self.dtype),

@@ -1,0 +1,517 @@
+"""Vision weights from and to safetensors, under the names of every place they are found in.
+
+The table ``_SPELLINGS`` says what each tensor is called elsewhere; everything here reads it, in one direction or the
+other. Loading is strict: headers are compared with the model before a single value is read, and all differences are
+reported together. Only shards that hold vision are opened, and values go straight into the model, one tensor at a time.
+
+Sources of the names: the official checkpoints (``official``); transformers 5 (``transformers``), whose towers keep q, k
+and v apart and their rotary pairs split in halves; the serving engines' run-time names (``runtime``). A leading
+``model.`` is accepted before all of them, and one file may mix them: transformers' own ``save_pretrained`` does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from moonvit.errors import CheckpointError, ConfigError, MissingDependencyError
+from moonvit.families import PATCH, PREFIXES, VisionConfig, config_from_dict
+from moonvit.model import VisionModel
+
+Spelling = Literal["official", "transformers", "runtime"]
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+CONFIG = "config.json"
+PREPROCESSOR = "preprocessor_config.json"
+
+_BLOCK, _LAYER = "vision_tower.encoder.blocks.{i}.", "vision_tower.layers.{i}."
+_SPELLINGS: tuple[tuple[str, Spelling, tuple[str, ...]], ...] = (
+    (
+        "vision_tower.patch_embed.pos_emb.weight",
+        "transformers",
+        ("vision_tower.patch_embed.pos_emb.position_embeddings",),
+    ),
+    (f"{_BLOCK}norm0", "transformers", (f"{_LAYER}norm1",)),
+    (f"{_BLOCK}norm1", "transformers", (f"{_LAYER}norm2",)),
+    (f"{_BLOCK}mlp.fc0", "transformers", (f"{_LAYER}mlp.fc1",)),
+    (f"{_BLOCK}mlp.fc1", "transformers", (f"{_LAYER}mlp.fc2",)),
+    (f"{_BLOCK}wo", "transformers", (f"{_LAYER}attn.proj",)),
+    (f"{_BLOCK}wqkv", "transformers", (f"{_LAYER}attn.q_proj", f"{_LAYER}attn.k_proj", f"{_LAYER}attn.v_proj")),
+    ("vision_tower.encoder.final_layernorm", "transformers", ("vision_tower.final_layernorm",)),
+    ("mm_projector.proj.0", "transformers", ("mm_projector.in_proj",)),
+    ("mm_projector.proj.2", "transformers", ("mm_projector.out_proj",)),
+    (f"{_BLOCK}wqkv", "runtime", (f"{_BLOCK}attn.qkv_proj",)),
+    (f"{_BLOCK}wo", "runtime", (f"{_BLOCK}attn.proj",)),
+    ("mm_projector.proj.0", "runtime", ("mm_projector.linear_1",)),
+    ("mm_projector.proj.2", "runtime", ("mm_projector.linear_2",)),
+)
+"""Official name, whose spelling, and the name or names there; ``{i}`` is the block number."""
+_READ_ONLY = {"vision_tower.patch_embed.proj": "vision_tower.encoder.patch_embed.proj"}
+"""Spellings that are read and never written: transformers 5.19 saves this one when it restores official names."""
+
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_PACKED = re.compile(
+    r"(_packed|_scale|_scale_inv|_scale_2|_zero_point|_shape|_g_idx|\.qweight|\.qzeros|\.scales|\.g_idx)$"
+)
+_LISTED = 20
+
+
+class Piece(NamedTuple):
+    """Where a tensor of a file goes.
+
+    Attributes:
+        name: Official name of the parameter.
+        part: 0, 1 or 2 where the tensor is the q, k or v third of a fused parameter; None where it is all of it.
+    """
+
+    name: str
+    part: int | None = None
+
+
+class Header(NamedTuple):
+    """What a file says of a tensor before its values are read."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+
+def expected_shapes(config: VisionConfig) -> dict[str, tuple[int, ...]]:
+    """Official name and shape of every vision tensor of a model.
+
+    Args:
+        config: Which model.
+
+    Returns:
+        As a checkpoint of this model holds them.
+    """
+    with torch.device("meta"):
+        model = VisionModel(config)
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def known_names(config: VisionConfig) -> dict[str, Piece]:
+    """Every name a vision tensor of this model may have, without a leading ``model.``.
+
+    Args:
+        config: Which model.
+
+    Returns:
+        Name in a file -> where it goes.
+    """
+    names: dict[str, Piece] = {}
+    for official in expected_shapes(config):
+        names[official] = Piece(official)
+        for _, pieces in _spelled(official):
+            for part, name in enumerate(pieces):
+                names[name] = Piece(official, part if len(pieces) > 1 else None)
+        for stem, other in _READ_ONLY.items():
+            if official.startswith(f"{stem}."):
+                names[official.replace(stem, other)] = Piece(official)
+    return names
+
+
+def _spelled(official: str) -> Iterator[tuple[Spelling, tuple[str, ...]]]:
+    """The other spellings of one official name."""
+    number = re.search(r"\.blocks\.(\d+)\.", official)
+    for template, spelling, others in _SPELLINGS:
+        stem = template.replace("{i}", number[1]) if number else template
+        if official == stem or official.startswith(f"{stem}."):
+            tail = official[len(stem) :]
+            yield spelling, tuple(other.replace("{i}", number[1] if number else "") + tail for other in others)
+
+
+def is_vision(name: str) -> bool:
+    """Whether a tensor belongs to a tower or a projector, by its name.
+
+    Args:
+        name: As it stands in the file.
+
+    Returns:
+        True for vision, False for the language model.
+    """
+    prefixes = {prefix for pair in PREFIXES.values() for prefix in pair}
+    return name.removeprefix("model.").startswith(tuple(prefixes))
+
+
+def _swap_halves(tensor: torch.Tensor, heads: int, *, to_pairs: bool) -> torch.Tensor:
+    """Rows of q or k from rotary halves to consecutive pairs, or back.
+
+    Within a head of width H, row ``c * H / 2 + i`` of the halves is row ``2 * i + c`` of the pairs.
+    """
+    inner = (2, -1) if to_pairs else (-1, 2)
+    return torch.unflatten(tensor, 0, (heads, *inner)).transpose(1, 2).flatten(0, 2)
+
+
+# ---- strictness -----------------------------------------------------------------------------------------------------
+
+
+def check(config: VisionConfig, headers: Iterable[Header], source: str) -> None:
+    """Compare what a checkpoint holds with what a model needs.
+
+    Args:
+        config: The model.
+        headers: All vision tensors of the checkpoint.
+        source: What to call the checkpoint in the message.
+
+    Raises:
+        CheckpointError: With every missing, unexpected, doubled, packed and misshapen tensor, by name.
+    """
+    shapes, names = expected_shapes(config), known_names(config)
+    found: dict[Piece, str] = {}
+    unexpected, packed, doubled, misshapen = [], [], [], []
+    for header in headers:
+        name = header.name.removeprefix("model.")
+        piece = names.get(name)
+        if header.dtype not in _FLOATS or _PACKED.search(name):
+            packed.append(f"{header.name} ({header.dtype})")
+            piece = piece or names.get(f"{name.rpartition('.')[0]}.weight")
+            if piece is not None:
+                found[piece] = header.name
+            continue
+        if piece is None:
+            unexpected.append(header.name)
+            continue
+        if piece in found:
+            doubled.append(f"{found[piece]} and {header.name}")
+        found[piece] = header.name
+        shape = shapes[piece.name]
+        if piece.part is not None:
+            shape = (shape[0] // 3, *shape[1:])
+        if header.shape != shape:
+            misshapen.append(f"{header.name} is {list(header.shape)}, expected {list(shape)}")
+    given: dict[str, dict[int | None, str]] = {}
+    for piece, source_name in found.items():
+        given.setdefault(piece.name, {})[piece.part] = source_name
+    missing = []
+    for name in shapes:
+        parts = given.get(name, {})
+        if None in parts and len(parts) > 1:
+            doubled.append(" and ".join(sorted(parts.values())))
+        elif not parts:
+            missing.append(name)
+        elif None not in parts:
+            missing += [f"{name} ({'qkv'[part]} third)" for part in range(3) if part not in parts]
+    problems = [
+        f"{len(listed)} {kind}: {', '.join(listed[:_LISTED])}{' ...' if len(listed) > _LISTED else ''}"
+        for kind, listed in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("of a wrong shape", misshapen),
+            ("given twice", doubled),
+            ("quantised, which is not supported for vision tensors", packed),
+        )
+        if listed
+    ]
+    if problems:
+        raise CheckpointError(f"{source} does not fit {config.family}; tensors {'; '.join(problems)}")
+
+
+@torch.no_grad()
+def load_tensors(model: VisionModel, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Copy tensors into a model as they come.
+
+    Args:
+        model: Where they go; its dtype and device stay.
+        tensors: Name in any known spelling, and values on any device, in any floating dtype, strided as they like.
+            Tensors of the language model are passed over.
+
+    Returns:
+        Official names of the parameters that were filled: all of them.
+
+    Raises:
+        CheckpointError: As ``check``; the model may be partly filled by then.
+    """
+    names, parameters = known_names(model.config), dict(model.named_parameters())
+    kinds = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    headers = []
+    for name, tensor in tensors:
+        if not is_vision(name):
+            continue
+        header = Header(name, tuple(tensor.shape), kinds.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")))
+        headers.append(header)
+        piece = names.get(name.removeprefix("model."))
+        if piece is None or header.dtype not in _FLOATS:
+            continue
+        target = parameters[piece.name]
+        if piece.part is not None:
+            target = torch.unflatten(target, 0, (3, -1))[piece.part]
+            if piece.part < 2 and tensor.shape == target.shape:
+                tensor = _swap_halves(tensor, model.config.num_heads, to_pairs=True)
+        if tensor.shape == target.shape:
+            target.copy_(tensor)
+    check(model.config, headers, "the checkpoint")
+    return set(parameters)
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def load_vision(
+    model_or_config: VisionModel | VisionConfig,
+    path: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> VisionModel:
+    """Load a tower and projector.
+
+    Args:
+        model_or_config: A model to fill, or a configuration to build one from.
+        path: Checkpoint directory, safetensors file, or ``owner/name`` on the Hugging Face hub.
+        dtype: Of a model that is built; None is float32. A given model keeps its own.
+        device: Of a model that is built; None is the CPU. A given model keeps its own.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        CheckpointError: Files are missing or broken, or the tensors are not exactly those of the model.
+        MissingDependencyError: The path is a hub id, and ``huggingface_hub`` is not installed.
+    """
+    local = resolve(path)
+    config = model_or_config.config if isinstance(model_or_config, VisionModel) else model_or_config
+    shards = vision_shards(local)
+    check(config, [header for shard, names in shards.items() for header in _headers(shard, names)], str(local))
+    if isinstance(model_or_config, VisionModel):
+        model = model_or_config
+    else:
+        model = VisionModel.empty(config, dtype or torch.float32, device or "cpu")
+    load_tensors(model, _read(shards))
+    return model.eval()
+
+
+def vision_shards(path: str | Path) -> dict[Path, list[str]]:
+    """The files of a local checkpoint that hold vision, without opening others.
+
+    Args:
+        path: Checkpoint directory or safetensors file.
+
+    Returns:
+        File -> names of its vision tensors.
+
+    Raises:
+        CheckpointError: There is neither an index nor ``model.safetensors``, the index is broken, or a file it names
+            is not there.
+    """
+    path = Path(path)
+    if path.is_file():
+        return {path: _vision_names(path)}
+    if not (path / INDEX).is_file():
+        if not (path / SINGLE).is_file():
+            raise CheckpointError(f"{path} holds neither {INDEX} nor {SINGLE}")
+        return {path / SINGLE: _vision_names(path / SINGLE)}
+    weight_map = _read_json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, Mapping):
+        raise CheckpointError(f"{path / INDEX} has no weight_map")
+    shards: dict[Path, list[str]] = {}
+    for name, file in weight_map.items():
+        if is_vision(name):
+            if not isinstance(file, str) or Path(file).name != file:
+                raise CheckpointError(f"{path / INDEX}: {name} is said to be in {file!r}, which is not a file name")
+            shards.setdefault(path / file, []).append(name)
+    absent = [shard.name for shard in shards if not shard.is_file()]
+    if absent:
+        raise CheckpointError(f"{path}: {INDEX} names {', '.join(absent)}, which is not there")
+    return shards
+
+
+def _vision_names(file: Path) -> list[str]:
+    with _opened(file) as tensors:
+        return [name for name in tensors.keys() if is_vision(name)]  # noqa: SIM118 - not a mapping
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
+
+
+def _headers(file: Path, names: list[str]) -> Iterator[Header]:
+    with _opened(file) as tensors:
+        present = set(tensors.keys())
+        for name in names:
+            if name in present:  # a name the index has and the shard has not is reported as missing
+                view = tensors.get_slice(name)
+                yield Header(name, tuple(view.get_shape()), view.get_dtype())
+
+
+def _read(shards: Mapping[Path, list[str]]) -> Iterator[tuple[str, torch.Tensor]]:
+    for file, names in shards.items():
+        with _opened(file) as tensors:
+            for name in names:
+                yield name, tensors.get_tensor(name)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds {type(content).__name__}, expected an object")
+    return content
+
+
+def read_config(path: str | Path) -> tuple[VisionConfig, dict[str, Any]]:
+    """Read the configuration of a checkpoint.
+
+    Args:
+        path: Checkpoint directory, a file in it, or ``owner/name`` on the hub.
+
+    Returns:
+        The vision configuration, with the picture rule of ``preprocessor_config.json`` where that file exists, and the
+        whole ``config.json``.
+
+    Raises:
+        CheckpointError: There is no ``config.json``, or a file is not JSON.
+        ConfigError: It is not a model this package knows.
+    """
+    local = resolve(path)
+    directory = local if local.is_dir() else local.parent
+    raw = _read_json(directory / CONFIG)
+    preprocessor = directory / PREPROCESSOR
+    return config_from_dict(raw, _read_json(preprocessor) if preprocessor.is_file() else None), raw
+
+
+def resolve(path: str | Path) -> Path:
+    """Find a checkpoint on this machine, or bring its vision files from the hub.
+
+    Args:
+        path: Directory, file, or ``owner/name``.
+
+    Returns:
+        A local directory or file.
+
+    Raises:
+        CheckpointError: It is neither here nor on the hub.
+        MissingDependencyError: It looks like a hub id, and ``huggingface_hub`` is not installed.
+    """
+    local = Path(path)
+    if local.exists():
+        return local
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(path)):
+        raise CheckpointError(f"{path} is not a directory or file here, nor an owner/name on the hub")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{path} is not a local path; to bring it from the Hugging Face hub: pip install huggingface_hub"
+        ) from error
+    try:
+        directory = Path(snapshot_download(str(path), allow_patterns=[CONFIG, PREPROCESSOR, INDEX]))
+        files = [SINGLE]
+        if (directory / INDEX).is_file():
+            weight_map = _read_json(directory / INDEX).get("weight_map") or {}
+            files = sorted({file for name, file in weight_map.items() if is_vision(name)})
+        return Path(snapshot_download(str(path), allow_patterns=[CONFIG, PREPROCESSOR, INDEX, *files]))
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path} is not here, and the hub did not give it: {error}") from error
+
+
+# ---- writing --------------------------------------------------------------------------------------------------------
+
+
+def save_vision(model: VisionModel, path: str | Path, spelling: Spelling = "official") -> None:
+    """Write a tower and projector.
+
+    Args:
+        model: What to write, in its own dtype.
+        path: A ``.safetensors`` file, or a directory that gets ``model.safetensors``, ``config.json`` and
+            ``preprocessor_config.json``.
+        spelling: Whose names to write; official unless another program wants its own.
+
+    Raises:
+        ConfigError: A directory is asked for, and the configuration has a value those files cannot express.
+    """
+    path = Path(path)
+    file = path
+    if path.suffix != ".safetensors":
+        config, preprocessor = config_dicts(model.config)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (path / PREPROCESSOR).write_text(json.dumps(preprocessor, indent=2) + "\n", encoding="utf-8")
+        file = path / SINGLE
+    tensors: dict[str, torch.Tensor] = {}
+    for official, tensor in model.state_dict().items():
+        names = next((names for kind, names in _spelled(official) if kind == spelling), (official,))
+        if len(names) == 1:
+            tensors[names[0]] = tensor.cpu().contiguous()
+            continue
+        for part, name in enumerate(names):
+            third = torch.unflatten(tensor, 0, (3, -1))[part].cpu()
+            tensors[name] = (
+                third if part == 2 else _swap_halves(third, model.config.num_heads, to_pairs=False)
+            ).clone()
+    prefix = "model." if spelling == "transformers" else ""
+    save_file({prefix + name: tensor for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+
+
+def config_dicts(config: VisionConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A configuration in the schema of the official files, vision alone.
+
+    Args:
+        config: Which model.
+
+    Returns:
+        ``config.json`` and ``preprocessor_config.json``. Reading them back gives ``config`` again.
+
+    Raises:
+        ConfigError: It has a value those files have no field for.
+    """
+    model_type = {"kimi-vl": "kimi_vl", "kimi-k2.5": "kimi_k25", "kimi-k3": "kimi_k3"}[config.family]
+    vision: dict[str, Any] = {
+        "patch_size": PATCH,
+        "merge_kernel_size": [2, 2],
+        "init_pos_emb_height": config.pos_emb_height,
+        "init_pos_emb_width": config.pos_emb_width,
+        "pos_emb_interpolation_mode": config.pos_emb_mode,
+        "norm_type": config.norm,
+        "vision_norm_eps": config.norm_eps,
+        "qkv_hidden_size": config.qkv_size,
+        "attn_bias": config.attn_bias,
+        "linear_bias": config.linear_bias,
+        "patch_embed_proj_bias": config.patch_bias,
+        "mm_projector_type": "patchmerger" if config.projector == "pre_norm" else "patchmergerv2",
+        "mm_hidden_size": config.hidden_size,
+        "projector_ln_eps": config.projector_norm_eps,
+        "text_hidden_size": config.text_hidden_size,
+    }
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+    }
+    vision |= sizes if config.family == "kimi-vl" else {f"vt_{name}": value for name, value in sizes.items()}
+    rule, patches = config.rule, {"patch_size": PATCH, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    if config.family == "kimi-vl":
+        limits = {"merge_kernel_size": [2, 2], "in_token_limit": rule.patch_limit, "pad_input": rule.pad}
+        preprocessor = patches | limits
+    else:
+        vision["init_pos_emb_time"] = config.pos_emb_time
+        limits = {
+            "merge_kernel_size": 2,
+            "in_patch_limit": rule.patch_limit,
+            "patch_limit_on_one_side": rule.side_limit,
+        }
+        if rule.frame_patch_limit:
+            limits["in_patch_limit_each_frame"] = rule.frame_patch_limit
+        preprocessor = {"media_proc_cfg": patches | limits}
+    raw = {"model_type": model_type, "vision_config": vision}
+    if config_from_dict(raw, preprocessor) != config:
+        raise ConfigError(f"config.json cannot express {config}")
+    return raw, preprocessor
