@@ -11,6 +11,8 @@ import json
 import sys
 import types
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -166,14 +168,15 @@ def kornia_features(
     return results
 
 
+def mlx_vlm_is_installed() -> bool:
+    """Whether its files are there; what it imports need not be."""
+    return find_spec("mlx_vlm") is not None
+
+
 def _import_k3() -> Any:
     """mlx-vlm's K3 modules without its package imports, which want much that a vision tower does not need."""
-    from dataclasses import dataclass
-    from importlib.util import find_spec
-
     spec = find_spec("mlx_vlm")
-    if spec is None or not spec.submodule_search_locations:
-        raise ImportError("mlx_vlm is not installed")
+    assert spec is not None and spec.submodule_search_locations
     root = Path(next(iter(spec.submodule_search_locations)))
 
     @dataclass
