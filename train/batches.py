@@ -1,0 +1,244 @@
+"""Samples as tensors: patches of one or two grids a batch, token ids, which positions are learned, dense labels."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tiktoken
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from train.draw import CELL, COLOURS, DIGITS, KINDS, LETTERS, MIX, SHAPES, Mark, Sample, make_sample
+from train.vocabulary import IM_END, MEDIA_PAD, PAD, ranks, special
+
+GLYPH_OF = {glyph: number for number, glyph in enumerate(LETTERS + DIGITS, 1)}
+SHAPE_OF = {name: number for number, name in enumerate(SHAPES, 1)}
+COLOUR_OF = {name: number for number, name in enumerate(COLOURS, 1)}
+LABEL_CLASSES = (37, 37, 37, 9, 7, 11)
+"""Classes of the six dense labels of a merged token: three glyphs, place in the string, shape, colour."""
+PATTERN = "|".join(
+    [
+        r"""[\p{Han}]+""",
+        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
+        r"""\p{N}{1,3}""",
+        r""" ?[^\s\p{L}\p{N}]+[\r\n]*""",
+        r"""\s*[\r\n]+""",
+        r"""\s+(?!\S)""",
+        r"""\s+""",
+    ]
+)
+
+
+def encoding() -> tiktoken.Encoding:
+    """The demo vocabulary as a tiktoken encoding without special tokens."""
+    return tiktoken.Encoding(
+        "moonvit-demo", pat_str=PATTERN, mergeable_ranks={t: r for r, t in enumerate(ranks())}, special_tokens={}
+    )
+
+
+class Renderer:
+    """Chat rendering of K2.5 with instant answers, as token ids and a learned-or-not flag for each."""
+
+    def __init__(self) -> None:
+        text = encoding().encode_ordinary
+        self.text = text
+        self.user = [special("<|im_user|>"), *text("user"), special("<|im_middle|>")]
+        self.assistant = [special("<|im_assistant|>"), *text("assistant"), special("<|im_middle|>"), special("<think>")]
+        self.image = [special("<|media_begin|>"), *text("image"), special("<|media_content|>")]
+        self.image_end = [special("<|media_end|>"), *text("\n")]
+
+    def render(self, tokens: list[int], sample: Sample, filler: str = "") -> tuple[list[int], list[int], list[int]]:
+        """Lay a sample out as one conversation.
+
+        Args:
+            tokens: Merged tokens of each picture.
+            sample: Pictures and questions.
+            filler: Text that stands in front of the first question.
+
+        Returns:
+            Ids, flags (0 for given tokens, n for those of the n-th answer), kind index of each answer.
+        """
+        ids, flags = list(self.user), []
+        for count in tokens:
+            ids += [*self.image, *([MEDIA_PAD] * count), *self.image_end]
+        kinds = []
+        for number, turn in enumerate(sample.turns, 1):
+            if number > 1:
+                ids += self.user
+            ids += [*self.text(filler + turn.question if number == 1 else turn.question), IM_END, *self.assistant]
+            flags += [0] * (len(ids) - len(flags))
+            answer = [special("</think>"), *self.text(turn.answer), IM_END]
+            ids += answer
+            flags += [number] * len(answer)
+            kinds.append(KINDS.index(turn.kind))
+        return ids, flags, kinds
+
+
+@dataclass
+class Batch:
+    """One training step.
+
+    Attributes:
+        grids: Patch rows and columns of each group.
+        patches: uint8 (B, L, 588) of each group.
+        labels: int64 (B, M, 6) of each group.
+        order: (group, index) of every picture in the order of the placeholders.
+        ids_ST: Token ids, padded on the right.
+        flags_ST: 0, or one more than the number of the answer a token belongs to.
+        kinds: Kind index of every answer of the batch.
+    """
+
+    grids: list[tuple[int, int]]
+    patches: list[Tensor]
+    labels: list[Tensor]
+    order: list[tuple[int, int]]
+    ids_ST: Tensor
+    flags_ST: Tensor
+    kinds: Tensor
+    sort: str = field(default="")
+
+
+def patchify(image: Image.Image, h: int, w: int) -> np.ndarray[Any, Any]:
+    """Pad a picture to a grid and cut it into channel-first patches.
+
+    Args:
+        image: RGB, at most 14 h rows and 14 w columns.
+        h: Patch rows.
+        w: Patch columns.
+
+    Returns:
+        uint8 (h * w, 588).
+    """
+    canvas = np.zeros((h * 14, w * 14, 3), dtype=np.uint8)
+    canvas[: image.height, : image.width] = np.asarray(image)
+    return canvas.reshape(h, 14, w, 14, 3).transpose(0, 2, 4, 1, 3).reshape(h * w, 588)
+
+
+def dense_labels(marks: list[Mark], rows: int, columns: int) -> np.ndarray[Any, Any]:
+    """What stands in each merged token.
+
+    Args:
+        marks: Things of the picture.
+        rows: Merged rows.
+        columns: Merged columns.
+
+    Returns:
+        int64 (rows * columns, 6); zero where there is nothing.
+    """
+    labels = np.zeros((rows * columns, 6), dtype=np.int64)
+    used = [0] * (rows * columns)
+    for mark in sorted(marks, key=lambda m: (int(m.y // CELL), m.x)):
+        cell = min(rows - 1, int(mark.y // CELL)) * columns + min(columns - 1, int(mark.x // CELL))
+        if mark.glyph is not None and used[cell] < 3:
+            labels[cell, used[cell]] = GLYPH_OF[mark.glyph]
+            if used[cell] == 0:
+                labels[cell, 3] = mark.index + 1
+            used[cell] += 1
+        if mark.shape is not None:
+            labels[cell, 4] = SHAPE_OF[mark.shape]
+        if mark.colour is not None:
+            labels[cell, 5] = COLOUR_OF[mark.colour]
+    return labels
+
+
+FILLER_WORDS = "What does the text say there are many pictures shapes in which is it where colour of red".split()
+
+
+class Stream(IterableDataset[Batch]):
+    """Endless batches, each of one or two grids.
+
+    Args:
+        seed: Seed of every choice.
+        cells: Largest side in merged tokens.
+        patches: Patches of a batch, about.
+        easy: Passed to ``make_sample``.
+        most: Sequences of a batch at most.
+    """
+
+    def __init__(self, seed: int, cells: int, patches: int, easy: float, most: int = 80) -> None:
+        self.seed, self.cells, self.patches, self.easy, self.most = seed, cells, patches, easy, most
+
+    def __iter__(self) -> Iterator[Batch]:
+        info = torch.utils.data.get_worker_info()
+        rng = random.Random(f"{self.seed}/{info.id if info else 0}")
+        renderer = Renderer()
+        while True:
+            yield self.batch(rng, renderer)
+
+    def _cells(self, rng: random.Random) -> tuple[int, int]:
+        top = self.cells if rng.random() < 0.5 else min(self.cells, 8)
+        sides = [int(math.exp(rng.uniform(math.log(2), math.log(top + 1)))) for _ in range(2)]
+        return max(2, min(top, sides[0])), max(2, min(top, sides[1]))
+
+    def batch(self, rng: random.Random, renderer: Renderer) -> Batch:
+        """Draw one batch.
+
+        Args:
+            rng: Source of every choice.
+            renderer: Lays samples out as ids.
+
+        Returns:
+            The batch.
+        """
+        cells = [self._cells(rng), self._cells(rng)]
+        several = rng.random() < 0.2
+        sorts = [sort for sort in MIX if (sort == "multi") == several]
+        most = min(self.most, 50) if several else self.most
+        fill = rng.random() < 0.04
+        count = 0
+        total = 0
+        groups: list[list[np.ndarray[Any, Any]]] = [[], []]
+        labels: list[list[np.ndarray[Any, Any]]] = [[], []]
+        order: list[tuple[int, int]] = []
+        rows: list[tuple[list[int], list[int], list[int]]] = []
+        while total < self.patches and count < most:
+            picked: list[int] = []
+
+            def size(number: int, picked: list[int] = picked) -> tuple[int, int]:
+                group = 0 if rng.random() < 0.5 else 1
+                del picked[number:]
+                picked.append(group)
+                r, c = cells[group]
+                return rng.randint(max(56, CELL * (c - 1) + 1), CELL * c), rng.randint(max(56, CELL * (r - 1) + 1), CELL * r)
+
+            sort = rng.choices(sorts, [MIX[name] for name in sorts])[0]
+            sample = make_sample(rng, size, sort=sort, easy=self.easy if rng.random() < 0.7 else 0.0, most_turns=3)
+            picked = picked[: len(sample.images)]
+            for image, marks, group in zip(sample.images, sample.marks, picked, strict=True):
+                r, c = cells[group]
+                order.append((group, len(groups[group])))
+                groups[group].append(patchify(image, 2 * r, 2 * c))
+                labels[group].append(dense_labels(marks, r, c))
+                total += 4 * r * c
+            filler = ""
+            if fill:
+                filler = " ".join(rng.choices(FILLER_WORDS, k=rng.randint(4, 60))) + ". "
+            rows.append(renderer.render([cells[g][0] * cells[g][1] for g in picked], sample, filler))
+            count += 1
+        longest = max(len(ids) for ids, _, _ in rows)
+        ids_ST = torch.full((count, longest), PAD)
+        flags_ST = torch.zeros((count, longest), dtype=torch.long)
+        kinds: list[int] = []
+        for number, (ids, flags, some) in enumerate(rows):
+            ids_ST[number, : len(ids)] = torch.tensor(ids)
+            shifted = torch.tensor(flags)
+            flags_ST[number, : len(flags)] = torch.where(shifted > 0, shifted + len(kinds), 0)
+            kinds += some
+        used = [group for group in (0, 1) if groups[group]]
+        return Batch(
+            grids=[(2 * cells[g][0], 2 * cells[g][1]) for g in used],
+            patches=[torch.from_numpy(np.stack(groups[g])) for g in used],
+            labels=[torch.from_numpy(np.stack(labels[g])) for g in used],
+            order=[(used.index(g), i) for g, i in order],
+            ids_ST=ids_ST,
+            flags_ST=flags_ST,
+            kinds=torch.tensor(kinds),
+        )

@@ -1,0 +1,265 @@
+"""Train the demo model. Resumes from its folder; a run may be stopped and taken up again at any time.
+
+    python -m train.run --folder runs/demo --minutes 100 --decay 30
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from train.batches import LABEL_CLASSES, Batch, Stream
+from train.config import demo_config
+from train.draw import KINDS
+from train.model import DemoModel
+
+STAGES = ((0, 5, 1.0), (60_000, 7, 0.6), (160_000, 12, 0.2), (260_000, 20, 0.0), (380_000, 33, 0.0))
+"""From so many pictures on: the largest side in merged tokens, and how much larger the smallest letters are."""
+
+
+class Trainer:
+    """bfloat16 weights for the arithmetic, float32 masters for the optimiser.
+
+    Args:
+        folder: Where ``state.pt`` and ``log.jsonl`` live.
+        rate: Peak learning rate.
+    """
+
+    def __init__(self, folder: Path, rate: float) -> None:
+        self.folder, self.rate = folder, rate
+        torch.manual_seed(0)
+        self.model = DemoModel(demo_config())
+        self.head = nn.Linear(demo_config()["text_config"]["hidden_size"], sum(LABEL_CLASSES))
+        names, self.masters = [], []
+        for prefix, module in (("", self.model), ("head.", self.head)):
+            for name, parameter in module.named_parameters():
+                names.append(prefix + name)
+                self.masters.append(parameter.detach().clone())
+        self.names = names
+        self.model.bfloat16()
+        self.head.bfloat16()
+        for name, buffer in self.model.named_buffers():
+            if "e_score" in name:
+                buffer.data = buffer.data.float()
+        self.working = [*self.model.parameters(), *self.head.parameters()]
+        apart = ("embed_tokens", "lm_head", "pos_emb", "patch_embed", "head.", "gate.weight")
+        matrix = [m.dim() == 2 and not any(a in n for a in apart) for n, m in zip(names, self.masters, strict=True)]
+        self.muon = torch.optim.Muon(
+            [m for m, is_matrix in zip(self.masters, matrix, strict=True) if is_matrix],
+            lr=rate,
+            weight_decay=0.02,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        self.adam = torch.optim.AdamW(
+            [m for m, is_matrix in zip(self.masters, matrix, strict=True) if not is_matrix],
+            lr=rate,
+            betas=(0.9, 0.98),
+            weight_decay=0.0,
+        )
+        self.pictures = self.steps = 0
+        self.spent = 0.0
+        state = folder / "state.pt"
+        if state.exists():
+            saved = torch.load(state, weights_only=True)
+            for master, value in zip(self.masters, saved["masters"], strict=True):
+                master.copy_(value)
+            for (_, buffer), value in zip(self._buffers(), saved["buffers"], strict=True):
+                buffer.copy_(value)
+            self.muon.load_state_dict(saved["muon"])
+            self.adam.load_state_dict(saved["adam"])
+            self.pictures, self.steps, self.spent = saved["pictures"], saved["steps"], saved["spent"]
+        self._publish()
+        # Fused on the CPU a step takes two thirds of the time; the first one takes a minute and a half.
+        for block in (*self.model.vision_tower.encoder.blocks, *self.model.language_model.model.layers):
+            block.compile(dynamic=True)
+
+    def _buffers(self) -> list[tuple[str, Tensor]]:
+        return [(name, buffer) for name, buffer in self.model.named_buffers() if "e_score" in name]
+
+    def _publish(self) -> None:
+        with torch.no_grad():
+            for working, master in zip(self.working, self.masters, strict=True):
+                working.copy_(master)
+
+    def save(self) -> None:
+        """Write ``state.pt``, whole or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        part = self.folder / "state.part"
+        torch.save(
+            {
+                "names": self.names,
+                "masters": self.masters,
+                "buffers": [buffer for _, buffer in self._buffers()],
+                "muon": self.muon.state_dict(),
+                "adam": self.adam.state_dict(),
+                "pictures": self.pictures,
+                "steps": self.steps,
+                "spent": self.spent,
+            },
+            part,
+        )
+        part.replace(self.folder / "state.pt")
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Answer loss, dense-label loss, and which answers are exact.
+
+        Args:
+            batch: One batch.
+
+        Returns:
+            Two scalars and a bool vector (answers).
+        """
+        groups = []
+        dense = torch.zeros(())
+        for (h, w), patches, labels in zip(batch.grids, batch.patches, batch.labels, strict=True):
+            pixels = ((patches.float() / 255.0 - 0.5) * 2.0).bfloat16()
+            features = self.model.features(pixels, h, w)
+            groups.append(features)
+            dense = dense + dense_loss(self.head(features).float(), labels) / len(batch.grids)
+        features_ME = torch.cat([groups[group][index] for group, index in batch.order])
+        hidden = self.model.hidden(batch.ids_ST, features_ME)[:, :-1]
+        flags = batch.flags_ST[:, 1:]
+        learned = flags > 0
+        logits = self.model.language_model.lm_head(hidden[learned]).float()
+        target = batch.ids_ST[:, 1:][learned]
+        each = F.cross_entropy(logits, target, reduction="none")
+        answers = flags[learned] - 1
+        count = len(batch.kinds)
+        length = torch.zeros(count).index_add(0, answers, torch.ones(len(answers)))
+        loss = (each / length[answers].sqrt()).sum() / length.sqrt().sum()
+        wrong = torch.zeros(count).index_add(0, answers, (logits.argmax(-1) != target).float())
+        return loss, dense, wrong == 0
+
+    def step(self, batch: Batch, rate: float, dense_weight: float) -> tuple[float, float, Tensor]:
+        """One update.
+
+        Args:
+            batch: One batch.
+            rate: Learning rate.
+            dense_weight: Weight of the dense labels.
+
+        Returns:
+            Answer loss, dense loss, exact answers.
+        """
+        loss, dense, exact = self.losses(batch)
+        (loss + dense_weight * dense).backward()
+        for working, master in zip(self.working, self.masters, strict=True):
+            master.grad = None if working.grad is None else working.grad.float()
+            working.grad = None
+        nn.utils.clip_grad_norm_(self.masters, 1.0)
+        for optimiser in (self.muon, self.adam):
+            for group in optimiser.param_groups:
+                group["lr"] = rate
+            optimiser.step()
+        self._publish()
+        self.steps += 1
+        self.pictures += sum(len(p) for p in batch.patches)
+        return loss.item(), dense.item(), exact
+
+
+def dense_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of the six labels of each merged token; filled tokens weigh as much as empty ones.
+
+    Args:
+        logits: (B, M, sum of classes).
+        labels: (B, M, 6).
+
+    Returns:
+        A scalar.
+    """
+    total = torch.zeros(())
+    for number, part in enumerate(logits.flatten(0, 1).split(list(LABEL_CLASSES), dim=-1)):
+        target = labels[..., number].flatten()
+        each = F.cross_entropy(part, target, reduction="none")
+        filled = target > 0
+        total = total + each[~filled].sum() / (~filled).sum().clamp(min=1) * 0.5
+        total = total + each[filled].sum() / filled.sum().clamp(min=1)
+    return total / len(LABEL_CLASSES)
+
+
+def main() -> None:
+    """Read the command line and train."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--minutes", type=float, default=100, help="how long this call trains")
+    parser.add_argument("--decay", type=float, default=30, help="the last minutes, in which the rate falls to zero")
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--patches", type=int, default=5000, help="patches of a batch")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--stages", type=float, default=1.0, help="stretches the curriculum")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    trainer = Trainer(options.folder, options.rate)
+    stop = False
+
+    def ask_stop(*_: object) -> None:
+        nonlocal stop
+        stop = True
+
+    signal.signal(signal.SIGTERM, ask_stop)
+    signal.signal(signal.SIGINT, ask_stop)
+    begin = last = saved = time.monotonic()
+    already = trainer.spent
+    exact: dict[str, list[int]] = {kind: [0, 0] for kind in KINDS}
+    sums = [0.0, 0.0, 0]
+    stage = -1
+    while not stop:
+        now = time.monotonic()
+        if now - begin > options.minutes * 60:
+            break
+        current = max(i for i, (start, _, _) in enumerate(STAGES) if trainer.pictures >= start * options.stages)
+        if current != stage:
+            stage = current
+            _, cells, easy = STAGES[stage]
+            stream = Stream(trainer.steps, cells, options.patches, easy)
+            loader = iter(DataLoader(stream, batch_size=None, num_workers=1, prefetch_factor=6))
+        batch = next(loader)
+        left = options.minutes * 60 - (now - begin)
+        rate = options.rate * min(1.0, (trainer.steps + 1) / 150)
+        if options.decay > 0:
+            rate *= min(1.0, left / (options.decay * 60))
+        dense_weight = 1.0 if trainer.pictures < 150_000 else 0.4
+        loss, dense, right = trainer.step(batch, rate, dense_weight)
+        if not math.isfinite(loss):
+            raise SystemExit(f"loss {loss} at step {trainer.steps}")
+        sums = [sums[0] + loss, sums[1] + dense, sums[2] + 1]
+        for kind, ok in zip(batch.kinds.tolist(), right.tolist(), strict=True):
+            exact[KINDS[kind]][0] += ok
+            exact[KINDS[kind]][1] += 1
+        if now - last > 60:
+            trainer.spent = already + now - begin
+            row = {
+                "minutes": round(trainer.spent / 60, 1),
+                "steps": trainer.steps,
+                "pictures": trainer.pictures,
+                "loss": round(sums[0] / sums[2], 4),
+                "dense": round(sums[1] / sums[2], 4),
+                "rate": round(rate, 6),
+                "cells": STAGES[stage][1],
+                "exact": {kind: round(a / max(1, b), 3) for kind, (a, b) in exact.items()},
+            }
+            options.folder.mkdir(parents=True, exist_ok=True)
+            with (options.folder / "log.jsonl").open("a") as log:
+                log.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
+            exact = {kind: [0, 0] for kind in KINDS}
+            sums = [0.0, 0.0, 0]
+            last = now
+        if now - saved > 180:
+            trainer.save()
+            saved = now
+    trainer.spent = already + time.monotonic() - begin
+    trainer.save()
+
+
+if __name__ == "__main__":
+    main()

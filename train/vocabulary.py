@@ -1,0 +1,120 @@
+"""The demo model's own small vocabulary: 256 bytes, the words of its questions, and Kimi's special tokens.
+
+The layout mirrors the official one: base ranks first, then 256 special tokens in the official order, so that
+special token 163,584 + i there is BASE + i here. A word of a question is one token with its leading space; strings
+that are read from pictures stay single characters.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from train.draw import TRAIN_WORDS, questions_seen
+
+BASE = 768
+"""Base ranks; special tokens follow."""
+SPECIALS = {
+    0: "[BOS]",
+    1: "[EOS]",
+    2: "<|im_end|>",
+    3: "<|im_user|>",
+    4: "<|im_assistant|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    9: "[EOT]",
+    10: "<|im_system|>",
+    11: "<|tool_calls_section_begin|>",
+    12: "<|tool_calls_section_end|>",
+    13: "<|tool_call_begin|>",
+    14: "<|tool_call_argument_begin|>",
+    15: "<|tool_call_end|>",
+    17: "<|im_middle|>",
+    18: "<|media_begin|>",
+    19: "<|media_content|>",
+    20: "<|media_end|>",
+    21: "<|media_pad|>",
+    22: "<think>",
+    23: "</think>",
+    254: "[UNK]",
+    255: "[PAD]",
+}
+ROLES = ("user", "assistant", "system", "image")
+VOCAB = BASE + 256
+IM_END, MEDIA_PAD, PAD, EOS = BASE + 2, BASE + 21, BASE + 255, BASE + 1
+
+
+def special(name: str) -> int:
+    """Id of a special token."""
+    return BASE + next(i for i, known in SPECIALS.items() if known == name)
+
+
+def ranks() -> list[bytes]:
+    """The base vocabulary in rank order.
+
+    Returns:
+        768 byte strings: single bytes, role names, then the words of the questions and common words with a
+        leading space, each after its own prefixes so that pair merging reaches it.
+    """
+    tokens = [bytes([value]) for value in range(256)] + [role.encode() for role in ROLES]
+    tokens += [b' "', b'"?']
+    seen = set(tokens)
+    pieces: list[str] = []
+    for question in questions_seen():
+        pieces += re.findall(r" [a-z]{2,}|[A-Z][a-z]+", question)
+    counted = sorted(set(pieces), key=lambda piece: (-pieces.count(piece), piece))
+    reading = set(TRAIN_WORDS)
+    for piece in counted:
+        if piece.strip() in reading and pieces.count(piece) < 40:
+            continue
+        for end in range(2, len(piece) + 1):
+            prefix = piece[:end].encode()
+            if prefix not in seen and len(tokens) < BASE:
+                seen.add(prefix)
+                tokens.append(prefix)
+    for longest in (2, 1):
+        for word in TRAIN_WORDS:
+            prefixes = [f" {word}"[:end].encode() for end in range(2, len(word) + 2)]
+            new = [prefix for prefix in prefixes if prefix not in seen]
+            if len(new) > 2:
+                continue
+            new = new[: min(longest, BASE - len(tokens))]
+            seen.update(new)
+            tokens += new
+    if len(tokens) != BASE:
+        raise ValueError(f"the words fill {len(tokens)} of {BASE} ranks")
+    return tokens
+
+
+def write(folder: Path) -> None:
+    """Write ``tiktoken.model`` and ``tokenizer_config.json``.
+
+    Args:
+        folder: Where to.
+    """
+    lines = [base64.b64encode(token).decode() + f" {rank}" for rank, token in enumerate(ranks())]
+    (folder / "tiktoken.model").write_text("\n".join(lines) + "\n")
+    added: dict[str, Any] = {
+        str(BASE + offset): {
+            "content": name,
+            "lstrip": False,
+            "normalized": False,
+            "rstrip": False,
+            "single_word": False,
+            "special": True,
+        }
+        for offset, name in SPECIALS.items()
+    }
+    config = {
+        "added_tokens_decoder": added,
+        "bos_token": "[BOS]",
+        "eos_token": "<|im_end|>",
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "model_max_length": 32768,
+        "tokenizer_class": "TikTokenTokenizer",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
