@@ -106,20 +106,21 @@ def make_spans(start: int, stop: int, starts: Sequence[int], backend: Backend, d
 # ---- rotary positions -----------------------------------------------------------------------------------------------
 
 
-def axis_table(length: int, head_dim: int, theta: float = 10000.0) -> torch.Tensor:
+def axis_table(length: int, head_dim: int, theta: float = 10000.0, device: torch.device | str = "cpu") -> torch.Tensor:
     """RoPE factors of one axis.
 
     Args:
         length: Columns or rows of the grid.
         head_dim: Width H of a head.
         theta: Base of the frequencies.
+        device: Where it is computed, since devices differ in the last bit.
 
     Returns:
         complex64 (length, H / 4): ``exp(i * p * theta ** (-4k / H))`` for position p and frequency k. ``torch.polar``
         gives the bits of the official 512 x 512 table; separate sines and cosines do not.
     """
-    frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 4, dtype=torch.float32) / head_dim))
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 4, dtype=torch.float32, device=device) / head_dim))
+    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)
     return torch.polar(torch.ones_like(angles), angles)
 
 
@@ -164,12 +165,12 @@ def make_rotary(
     for t, h, w in grids:
         if (h, w) not in first_row:
             first_row[h, w] = rows
-            tables += [axis_table(w, head_dim, theta), axis_table(h, head_dim, theta)]
+            tables += [axis_table(side, head_dim, theta, device) for side in (w, h)]
             rows += w + h
         patch = torch.arange(h * w, dtype=torch.int32)
         x_index.append((patch % w + first_row[h, w]).repeat(t))
         y_index.append((patch // w + first_row[h, w] + w).repeat(t))
-    return Rotary(torch.cat(tables).to(device), torch.cat(x_index).to(device), torch.cat(y_index).to(device))
+    return Rotary(torch.cat(tables), torch.cat(x_index).to(device), torch.cat(y_index).to(device))
 
 
 def rotate_(x_RNH: torch.Tensor, cis_RC: torch.Tensor) -> None:

@@ -460,12 +460,7 @@ class VisionModel(nn.Module):
         """
         config, device = self.config, self.device
         pack = as_grids(grids)
-        for index, grid in enumerate(pack):
-            if grid.t > config.pos_emb_time:
-                raise GridError(
-                    f"grid {index}: t = {grid.t}, but {config.family} takes 1 to {config.pos_emb_time} frame(s)",
-                    param=f"grids[{index}]",
-                )
+        check_frames(config, pack)
         if rows < 1:
             raise ConfigError(f"rows = {rows}, must be at least 1", param="rows")
         backend: Any = choose_backend(device, self.dtype) if self.attention == "auto" else self.attention
@@ -555,6 +550,24 @@ class VisionModel(nn.Module):
     def _new_features(self, tokens: int, dtype: torch.dtype | None) -> torch.Tensor:
         width = self.config.text_hidden_size
         return torch.empty(tokens, width, dtype=dtype or self.projector.dtype, device=self.device)
+
+
+def check_frames(config: VisionConfig, grids: Iterable[Grid]) -> None:
+    """Refuse clips that a tower has no temporal table for.
+
+    Args:
+        config: The model.
+        grids: Legal grids.
+
+    Raises:
+        GridError: One has more frames than the model takes.
+    """
+    for index, grid in enumerate(grids):
+        if grid.t > config.pos_emb_time:
+            raise GridError(
+                f"grid {index}: t = {grid.t}, but {config.family} takes 1 to {config.pos_emb_time} frame(s)",
+                param=f"grids[{index}]",
+            )
 
 
 def as_patches(patches: torch.Tensor, expected: int) -> torch.Tensor:

@@ -25,10 +25,12 @@ def rotary_factors(h: int, w: int, head_dim: int, theta: float, dtype: torch.dty
     return torch.polar(torch.ones_like(angle), angle)
 
 
-def full_rotary_table(head_dim: int, side: int = 512, theta: float = 10000.0) -> torch.Tensor:
+def full_rotary_table(
+    head_dim: int, side: int = 512, theta: float = 10000.0, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """The table the official towers keep: complex64 (side, side, H / 2)."""
-    position = torch.arange(side * side).float()
-    frequency = 1.0 / (theta ** (torch.arange(0, head_dim, 4)[: head_dim // 4].float() / head_dim))
+    position = torch.arange(side * side, device=device).float()
+    frequency = 1.0 / (theta ** (torch.arange(0, head_dim, 4, device=device)[: head_dim // 4].float() / head_dim))
     column = torch.outer(position % side, frequency)
     row = torch.outer(torch.div(position, side, rounding_mode="floor"), frequency)
     factors = [torch.polar(torch.ones_like(angle), angle) for angle in (column, row)]

@@ -1,0 +1,126 @@
+"""What can only be shown on an NVIDIA GPU: ``pytest tests/gpu``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moonvit.attention import attend, choose_backend, make_rotary, make_spans, rotate_, row_ranges
+from moonvit.families import FAMILIES
+from tests.parity import reference
+from tests.parity.cases import CLIPS, GATE, IMAGES, random_model, random_patches, tiny, wide
+from tests.unit.test_attention import GRIDS, RELEASED
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+CUDA = torch.device("cuda")
+HALVES = [torch.bfloat16, torch.float16]
+FAMILY_NAMES = list(FAMILIES)
+
+
+@pytest.fixture(autouse=True)
+def exact_float32() -> Any:
+    """No TF32: the float32 gate is for float32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def _grids(family: str) -> list[tuple[int, int, int]]:
+    return [
+        *IMAGES,
+        *([grid for grids in CLIPS.values() for grid in grids] if FAMILIES[family].pos_emb_time > 1 else []),
+    ]
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), RELEASED)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("grids", GRIDS.values(), ids=GRIDS.keys())
+def test_rotary_has_the_bits_of_the_full_table(
+    heads: int, head_dim: int, grids: list[tuple[int, int, int]], dtype: torch.dtype
+) -> None:
+    table = reference.full_rotary_table(head_dim, device=CUDA)
+    factors = torch.cat([table[:h, :w].reshape(h * w, -1).repeat(t, 1) for t, h, w in grids])
+    patches = len(factors)
+    x = torch.randn(patches, heads, head_dim, device=CUDA).to(dtype)
+    turned = torch.view_as_complex(x.float().view(patches, heads, -1, 2)) * factors[:, None]
+    expected = torch.view_as_real(turned).flatten(-2).to(dtype)
+    rotary = make_rotary(grids, head_dim, 10000.0, CUDA)
+    assert torch.equal(rotary.cis(0, patches), factors)
+    keys_values = torch.stack((x, x), dim=1)
+    for start, stop in row_ranges(patches, 256):
+        rotate_(keys_values[start:stop, 0], rotary.cis(start, stop))
+    assert torch.equal(keys_values[:, 0], expected)
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), RELEASED)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("backend", ["sdpa", "varlen"])
+def test_fused_attention_agrees_with_the_reference(heads: int, head_dim: int, dtype: torch.dtype, backend: Any) -> None:
+    if backend == "varlen" and choose_backend(CUDA, dtype) != "varlen":
+        pytest.skip("varlen runs in half precision from compute capability 8.0")
+    starts = (0, 4, 40, 44, 1340)
+    keys_values = torch.randn(starts[-1], 2, heads, head_dim, device=CUDA).to(dtype)
+    q, k, v = torch.randn(starts[-1], heads, head_dim, device=CUDA).to(dtype), keys_values[:, 0], keys_values[:, 1]
+    for start, stop in row_ranges(starts[-1], 256):
+        ours = attend(q[start:stop], k, v, make_spans(start, stop, starts, backend, CUDA), backend)
+        slow = attend(q[start:stop], k, v, make_spans(start, stop, starts, "reference", CUDA), "reference")
+        bound = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+        assert reference.max_relative_error([ours], [slow]) <= bound
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("size", [tiny, wide])
+def test_float32_is_within_the_gate_of_float64(family: str, size: Any) -> None:
+    model, grids = random_model(size(family)), _grids(family)
+    patches = random_patches(grids)
+    expected = reference.features(model.state_dict(), model.config, patches, grids)
+    model.to(CUDA)
+    ours = model(patches.to(CUDA), model.prepare(grids, 96))
+    assert reference.max_relative_error([one.cpu() for one in ours], expected) <= GATE
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_low_precision_is_no_further_off_than_plain_pytorch(family: str, dtype: torch.dtype) -> None:
+    model, grids = random_model(wide(family), dtype).to(CUDA), _grids(family)
+    patches = random_patches(grids).to(CUDA)
+    with torch.device(CUDA):
+        exact = torch.cat(reference.features(model.state_dict(), model.config, patches, grids, torch.float32))
+        plain = torch.cat(reference.features(model.state_dict(), model.config, patches, grids, dtype))
+    ours = torch.cat(model(patches, model.prepare(grids)))
+    assert (ours - exact).norm() <= 1.1 * (plain - exact).norm()
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_never_waits_for_the_device(family: str, dtype: torch.dtype) -> None:
+    model, grids = random_model(tiny(family), dtype).to(CUDA), _grids(family)
+    pixels = torch.randint(0, 256, (sum(t * h * w for t, h, w in grids), 588), dtype=torch.uint8, device=CUDA)
+    meta = model.prepare(grids, 96)
+    first = model(pixels, meta)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = model(pixels, meta)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_peak_follows_hidden_keys_and_values() -> None:
+    model = random_model(wide("kimi-k3"), torch.bfloat16).to(CUDA)
+    grids, rows = [(1, 128, 128)], 256
+    pixels = torch.zeros(16384, 588, dtype=torch.uint8, device=CUDA)
+    meta = model.prepare(grids, rows)
+    model(pixels, meta)  # library workspaces
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    features = model(pixels, meta)
+    peak = torch.cuda.max_memory_allocated() - before
+    config = model.config
+    whole = 2 * 16384 * (config.hidden_size + 2 * config.qkv_size)
+    a_chunk = rows * (8 * config.qkv_size * 4 + 4 * config.intermediate_size * 2)
+    assert peak <= whole + a_chunk + features[0].nbytes
