@@ -51,11 +51,13 @@ class FakeEngine:
 
     def _describe(self, request: GenerateRequest) -> list[str]:
         words = []
+        index = sum(len(message.images) for message in request.messages[:-1])
         for part in request.messages[-1].parts:
             if isinstance(part, TextPart):
                 words.extend(part.text.split())
             else:
-                picture = open_picture(part.source, allow_paths=False)
+                picture = open_picture(part.source, index=index, allow_paths=False)
+                index += 1
                 colour = COLOURS.get(picture.image.convert("RGB").getpixel((0, 0)), "other")  # type: ignore[arg-type]
                 words.append(f"[{colour} {picture.size[0]}x{picture.size[1]}]")
         return words or ["nothing"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -23,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from moonvit.engines import Delta, Engine, GenerateRequest
-from moonvit.errors import EngineError, NotFoundError, RequestError
+from moonvit.errors import EngineError, MoonvitError, NotFoundError, RequestError
 from moonvit.families import PATCH
 from moonvit.grids import MERGE, as_grid
 from moonvit.preprocess import resize_plan
@@ -96,10 +97,14 @@ class Service:
         """Bring the pictures, wait for a turn, run the engine."""
         request = await self.media.gather(request)
         finished = False
-        async with self.admission.turn(), aclosing(_generator(self.engine.generate(request))) as deltas:
-            async for delta in deltas:
-                finished = finished or delta.finish_reason is not None
-                yield delta
+        try:
+            async with self.admission.turn(), aclosing(_generator(self.engine.generate(request))) as deltas:
+                async for delta in deltas:
+                    finished = finished or delta.finish_reason is not None
+                    yield delta
+        except MoonvitError as error:
+            error.param = _part_at_fault(error.param, request)
+            raise
         if not finished:
             raise EngineError("the engine ended the answer without a reason")
 
@@ -134,7 +139,9 @@ class Service:
             answer = Answer(
                 f"chatcmpl-{uuid.uuid4().hex}", self.engine.info.model, include_usage=call.include_usage
             )
+            streamed = call.stream
             job = await stack.enter_async_context(Job(self._deltas(call.request), request.receive))
+            del call  # with it go the addresses, which hold whole pictures
             try:
                 first = await anext(job)
             except StopAsyncIteration:
@@ -145,7 +152,7 @@ class Service:
                 notes.update(images=images, prompt=answer.usage.prompt_tokens, answer=answer.usage.completion_tokens)
                 self.metrics.count(answer.usage, images)
 
-            if not call.stream:
+            if not streamed:
                 answer.add(first)
                 async for delta in job:
                     answer.add(delta)
@@ -187,8 +194,12 @@ class Service:
             asked = parse_plan(document, max_images=self.settings.max_images, id=request.state.notes["request_id"])
             self._check_pictures(asked)
             asked, sizes = await self.media.measure(asked)
-            async with self.plans.turn():
-                cost = await self.engine.cost(asked)
+            try:
+                async with self.plans.turn():
+                    cost = await self.engine.cost(asked)
+            except MoonvitError as error:
+                error.param = _part_at_fault(error.param, asked)
+                raise
         plan = cost.plan or {}
         return JSONResponse(
             {
@@ -275,6 +286,15 @@ async def _generator(deltas: AsyncIterator[Delta]) -> AsyncGenerator[Delta]:
         close = getattr(deltas, "aclose", None)
         if close is not None:
             await close()
+
+
+def _part_at_fault(param: str | None, request: GenerateRequest) -> str | None:
+    """An engine counts pictures; a client knows messages and parts."""
+    counted = re.fullmatch(r"(?:images|grids)\[(\d+)\]", param or "")
+    pictures = [part.param for message in request.messages for part in message.images]
+    if counted and int(counted[1]) < len(pictures):
+        return pictures[int(counted[1])]
+    return param
 
 
 def _holds_data_url(request: GenerateRequest) -> bool:

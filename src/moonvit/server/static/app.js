@@ -87,7 +87,7 @@ const readUrl = (file) =>
   new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result);
-    reader.onerror = () => reject(new ServerError(`${file.name} cannot be read.`));
+    reader.onerror = () => reject(new ServerError("the file cannot be read."));
     reader.readAsDataURL(file);
   });
 
@@ -121,7 +121,6 @@ function draw(canvas, picture, width) {
   canvas.width = width * density;
   canvas.height = height * density;
   canvas.style.width = `${width}px`;
-  canvas.style.height = `${height}px`;
   const pen = canvas.getContext("2d");
   pen.scale(density, density);
   const scale = width / paddedWidth;
@@ -161,12 +160,12 @@ function draw(canvas, picture, width) {
   };
   const cell = width / columns;
   if (cell >= 4) {
-    lines(1, "rgb(0 0 0 / .25)", 1.5);
-    lines(1, "rgb(255 255 255 / .55)", 0.6);
+    lines(1, "rgb(0 0 0 / .2)", 1.4);
+    lines(1, "rgb(255 255 255 / .5)", 0.6);
   }
-  const strong = Math.min(1, cell / 5);
-  lines(merge, `rgb(0 0 0 / ${0.55 * strong})`, 2.6 * strong + 0.4);
-  lines(merge, `rgb(160 160 255 / ${0.6 + 0.35 * strong})`, 1.2 * strong + 0.3);
+  const strong = Math.min(1, cell / 12);
+  lines(merge, `rgb(0 0 0 / ${0.3 + 0.3 * strong})`, 1.2 + 1.6 * strong);
+  lines(merge, `rgb(170 170 255 / ${0.6 + 0.4 * strong})`, 0.6 + strong);
 }
 
 function facts(picture) {
@@ -200,7 +199,8 @@ function viewButton(picture, width, height, className) {
 
 function showPictures() {
   const room = $("pictures");
-  const width = Math.max(120, Math.min(room.clientWidth, 400) - 2);
+  const narrow = matchMedia("(max-width: 56rem)").matches;
+  const [width, height] = narrow ? [182, 130] : [Math.max(120, room.clientWidth - 2), 320];
   const cards = state.pictures.map((picture, index) => {
     const remove = make("button", { type: "button", className: "quiet", textContent: "✕" });
     remove.setAttribute("aria-label", `Remove ${picture.name}`);
@@ -214,7 +214,7 @@ function showPictures() {
     return make(
       "figure",
       { className: "picture" },
-      viewButton(picture, width, 320, "view"),
+      viewButton(picture, width, height, "view"),
       make(
         "figcaption",
         {},
@@ -231,24 +231,19 @@ function showPictures() {
 
 // ---- the request and its cost ---------------------------------------------------------------------------------------
 
-function parts(turn, asSizes) {
-  const pictures = turn.pictures.map((picture) =>
-    asSizes
-      ? { type: "image_size", image_size: { width: picture.size[0], height: picture.size[1] } }
-      : { type: "image_url", image_url: { url: picture.url } },
-  );
-  return turn.text ? [...pictures, { type: "text", text: turn.text }] : pictures;
+const whole = (picture) => ({ type: "image_url", image_url: { url: picture.url } });
+const sizeOnly = ({ size: [width, height] }) => ({ type: "image_size", image_size: { width, height } });
+
+function turns(next) {
+  const kept = state.turns.filter((turn) => !turn.lost);
+  return next.text || next.pictures.length ? [...kept, next] : kept;
 }
 
-function messages(next, asSizes = false) {
-  const turns = state.turns.filter((turn) => !turn.lost);
-  if (next.text || next.pictures.length) turns.push(next);
-  return turns.map((turn) =>
-    turn.role === "user"
-      ? { role: "user", content: parts(turn, asSizes) }
-      : { role: "assistant", content: turn.text, ...(turn.reasoning && { reasoning_content: turn.reasoning }) },
-  );
-}
+const messages = (next, picturePart) =>
+  turns(next).map(({ role, text, reasoning, pictures }) => {
+    if (role === "assistant") return { role, content: text, ...(reasoning && { reasoning_content: reasoning }) };
+    return { role, content: [...pictures.map(picturePart), ...(text ? [{ type: "text", text }] : [])] };
+  });
 
 const draft = () => ({ role: "user", text: $("question").value.trim(), pictures: state.pictures });
 
@@ -268,7 +263,7 @@ function plan() {
 async function planNow() {
   planRun?.abort();
   const run = (planRun = new AbortController());
-  const sent = messages(draft(), true);
+  const sent = messages(draft(), sizeOnly);
   let cost = { prompt_tokens: 0, image_tokens: 0, peak_bytes: 0, max_context: state.model?.max_model_len || 0 };
   try {
     if (sent.length) {
@@ -279,7 +274,9 @@ async function planNow() {
     if (error.name !== "AbortError") showError(error.message);
     return;
   }
-  const upload = sent.length ? new Blob([JSON.stringify(chatBody(draft()))]).size : 0;
+  const addresses = turns(draft()).flatMap((turn) => turn.pictures || []).reduce((sum, { url }) => sum + url.length, 0);
+  const rest = chatBody(draft(), () => whole({ url: "" }));
+  const upload = sent.length ? addresses + new Blob([JSON.stringify(rest)]).size : 0;
   $("tokens").textContent = count(cost.prompt_tokens);
   $("image-tokens").textContent = count(cost.image_tokens);
   $("memory").textContent = bytes(cost.peak_bytes);
@@ -289,8 +286,9 @@ async function planNow() {
   $("cost").classList.remove("stale");
 }
 
-function chatBody(next) {
-  const body = { model: state.model?.id, messages: messages(next), stream: true, stream_options: { include_usage: true } };
+function chatBody(next, picturePart = whole) {
+  const body = { model: state.model?.id, messages: messages(next, picturePart) };
+  Object.assign(body, { stream: true, stream_options: { include_usage: true } });
   for (const [field, id] of [["max_tokens", "max-tokens"], ["temperature", "temperature"], ["seed", "seed"]]) {
     if ($(id).value !== "") body[field] = Number($(id).value);
   }
