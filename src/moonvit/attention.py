@@ -310,7 +310,7 @@ def _varlen(q_RNH: torch.Tensor, k_LNH: torch.Tensor, v_LNH: torch.Tensor, spans
 
 def _reference(q_RNH: torch.Tensor, k_LNH: torch.Tensor, v_LNH: torch.Tensor, spans: Spans) -> torch.Tensor:
     def one_image(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        scores = q.float() @ k.float().transpose(-1, -2) * q.shape[-1] ** -0.5
+        scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
         return (scores.softmax(dim=-1) @ v.float()).to(q.dtype)
 
     return _per_image(one_image, q_RNH, k_LNH, v_LNH, spans)

@@ -244,7 +244,7 @@ def load_tensors(model: VisionModel, tensors: Iterable[tuple[str, torch.Tensor]]
         piece = names.get(name.removeprefix("model."))
         if piece is None or header.dtype not in _FLOATS:
             continue
-        target = parameters[piece.name]
+        target: torch.Tensor = parameters[piece.name]
         if piece.part is not None:
             target = torch.unflatten(target, 0, (3, -1))[piece.part]
             if piece.part < 2 and tensor.shape == target.shape:
