@@ -1,0 +1,313 @@
+"""``VisionEncoder``: pictures in, features out, under a budget. It owns the model, its device and its dtype.
+
+A request is planned from picture headers before anything is decoded: grids, micro-batches, bytes. What is wrong with it
+is said then. Pictures are then decoded, encoded and dropped one micro-batch at a time, so that memory follows the
+largest picture and not their number. Every result has storage of its own.
+
+Shape suffixes: L packed patches, C = 588 values of a patch, M merged tokens, E language width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from moonvit.images import FetchPolicy, Limits, Picture, open_picture, picture_size
+from moonvit.plan import Budget, Plan, make_plan
+
+from moonvit.checkpoint import load_vision, read_config, resolve
+from moonvit.errors import ConfigError, EmptyInputError, GridError, ImageError, NonFiniteError
+from moonvit.families import VisionConfig, family_config
+from moonvit.grids import Grid, as_grid, as_grids
+from moonvit.model import FLOAT_DTYPES, VisionModel, as_patches, check_frames
+from moonvit.preprocess import patches_from, resize_plan
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
+
+
+@dataclass(frozen=True, eq=False)
+class Features:
+    """What the language model gets for one picture.
+
+    Attributes:
+        tensor: (M, E) in the encoder's dtype, on its device, with storage of its own.
+        grid: Patches of the picture.
+        source_size: Width and height of the picture as it was given, upright, in pixels.
+    """
+
+    tensor: torch.Tensor
+    grid: Grid
+    source_size: tuple[int, int]
+
+    @property
+    def tokens(self) -> int:
+        """Rows of ``tensor`` (M)."""
+        return self.grid.tokens
+
+
+class VisionEncoder:
+    """Tower and projector of one model, ready for pictures.
+
+    Args:
+        model: In evaluation mode, on the device and in the dtype to work in.
+        budget: Bytes a request may take beyond weights, inputs and outputs; a number, ``"256MiB"``, ``"auto"``.
+        limits: What untrusted pictures may be.
+        fetch: Who may be asked for http(s) pictures; None refuses them all.
+    """
+
+    def __init__(
+        self,
+        model: VisionModel,
+        *,
+        budget: Budget | int | str = "auto",
+        limits: Limits | None = None,
+        fetch: FetchPolicy | None = None,
+    ) -> None:
+        self.model = model
+        self.budget = budget if isinstance(budget, Budget) else Budget(budget)
+        self.limits = limits or Limits()
+        self.fetch = fetch
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_id: str | Path,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | str = "bfloat16",
+        budget: Budget | int | str = "auto",
+        limits: Limits | None = None,
+        fetch: FetchPolicy | None = None,
+    ) -> VisionEncoder:
+        """Load a checkpoint; only the files that hold vision are read, or brought from the hub.
+
+        Args:
+            path_or_id: Checkpoint directory, or ``owner/name`` on the Hugging Face hub.
+            device: Where the model works.
+            dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``, whatever the file holds.
+            budget: As in the constructor.
+            limits: As in the constructor.
+            fetch: As in the constructor.
+
+        Returns:
+            The encoder.
+
+        Raises:
+            CheckpointError: Files are missing or broken, or the tensors are not exactly those of the model.
+            ConfigError: ``config.json`` is not of a known model, or the dtype is another.
+            MissingDependencyError: A hub id without ``huggingface_hub`` installed.
+        """
+        wanted = _dtype(dtype)
+        local = resolve(path_or_id)
+        config, _ = read_config(local)
+        return cls(load_vision(config, local, wanted, device), budget=budget, limits=limits, fetch=fetch)
+
+    @classmethod
+    def from_config(
+        cls,
+        name: str,
+        *,
+        seed: int = 0,
+        dtype: torch.dtype | str = "float32",
+        device: torch.device | str = "cpu",
+        budget: Budget | int | str = "auto",
+        limits: Limits | None = None,
+        fetch: FetchPolicy | None = None,
+        **overrides: Any,
+    ) -> VisionEncoder:
+        """A model with random weights, for tests, sizing and benchmarks.
+
+        Args:
+            name: Family, as ``family_config`` reads it.
+            seed: The same seed gives the same weights.
+            dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+            device: Where the model works.
+            budget: As in the constructor.
+            limits: As in the constructor.
+            fetch: As in the constructor.
+            **overrides: Fields of ``VisionConfig``, such as ``num_layers=2``.
+
+        Returns:
+            The encoder.
+
+        Raises:
+            ConfigError: The family, a field or the dtype is unknown.
+        """
+        model = VisionModel.empty(family_config(name, **overrides), _dtype(dtype), device).init_weights_(seed)
+        return cls(model, budget=budget, limits=limits, fetch=fetch)
+
+    @property
+    def config(self) -> VisionConfig:
+        """What the model is."""
+        return self.model.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights and of the features."""
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model works, and where features lie."""
+        return self.model.device
+
+    def plan(self, items: Any) -> Plan:
+        """What a request would take, without decoding or running it.
+
+        Args:
+            items: One item or a list: (width, height) in pixels, a ``Grid`` or (t, h, w) in patches, or a picture as
+                ``encode`` takes it, of which only the header is read.
+
+        Returns:
+            Tokens, patches, micro-batches, bytes and FLOPs.
+
+        Raises:
+            EmptyInputError: There are no items.
+            GridError: A grid is not legal.
+            ImageError: A header cannot be read, or the picture is over a limit.
+            BudgetError: An item needs more than the budget.
+        """
+        listed = [items] if _is_one(items) else list(items)
+        return self._plan([self._grid(item, index) for index, item in enumerate(listed)])
+
+    def encode(self, items: Any) -> list[Features]:
+        """Encode pictures.
+
+        Args:
+            items: One picture or a list: path, ``data:`` URL, http(s) URL where ``fetch`` allows it, bytes, PIL image,
+                uint8 array (H, W, 3), or an opened ``Picture``.
+
+        Returns:
+            Features in the order of the items.
+
+        Raises:
+            EmptyInputError: There are no items.
+            ImageError: A picture cannot be read, or is over a limit.
+            BudgetError: A picture needs more than the budget.
+            NonFiniteError: The model gave NaN or infinity.
+        """
+        listed = list(items) if isinstance(items, (list, tuple)) else [items]
+        plan = self._plan([self._picture_grid(item, index) for index, item in enumerate(listed)])
+        results: list[torch.Tensor] = []
+        sizes: list[tuple[int, int]] = []
+        for batch in plan.batches:
+            pixels = []
+            for index in batch.indices:
+                picture = self._open(listed[index], index)
+                patches = patches_from(picture, self.config.rule)
+                if patches.grid != plan.grids[index]:
+                    raise ImageError(
+                        f"picture {index}: its header promises {tuple(plan.grids[index])} patches, it decodes to "
+                        f"{tuple(patches.grid)}",
+                        param=f"items[{index}]",
+                    )
+                pixels.append(patches.patches_LC)
+                sizes.append(picture.size)
+            pack_LC = torch.from_numpy(pixels[0] if len(pixels) == 1 else np.concatenate(pixels))
+            results += self._run(pack_LC, plan, batch.indices)
+        self._refuse_non_finite(results)
+        return [Features(*one) for one in zip(results, plan.grids, sizes, strict=True)]
+
+    def encode_patches(self, patches: torch.Tensor | np.ndarray, grids: Iterable[Any]) -> list[torch.Tensor]:
+        """Encode patches that were made elsewhere.
+
+        Args:
+            patches: (L, 588) or (L, 3, 14, 14), images one behind the other; uint8 pixels, or floats normalised to
+                -1 .. 1. On any device.
+            grids: A ``Grid``, (t, h, w) or (h, w) for each image, or an integer tensor (N, 2) or (N, 3).
+
+        Returns:
+            features (M, E) of each image, in order, each with storage of its own.
+
+        Raises:
+            EmptyInputError: There are no grids.
+            GridError: A grid is not legal, or the patches are not those of the grids.
+            BudgetError: An image needs more than the budget.
+            NonFiniteError: The model gave NaN or infinity.
+        """
+        checked = as_grids([grids] if isinstance(grids, Grid) else grids)
+        pack = torch.from_numpy(patches) if isinstance(patches, np.ndarray) else patches
+        _match_rows(pack.shape[0], checked)
+        pack_LC = as_patches(pack, sum(grid.patches for grid in checked))
+        plan = self._plan(checked)
+        starts = [0, *accumulate(grid.patches for grid in checked)]
+        results: list[torch.Tensor] = []
+        for batch in plan.batches:
+            first, last = batch.indices[0], batch.indices[-1]
+            results += self._run(pack_LC[starts[first] : starts[last + 1]], plan, batch.indices)
+        self._refuse_non_finite(results)
+        return results
+
+    def _plan(self, grids: Sequence[Grid]) -> Plan:
+        if not grids:
+            raise EmptyInputError("nothing to encode: a request needs at least one picture")
+        check_frames(self.config, grids)
+        name = str(self.dtype).removeprefix("torch.")
+        return make_plan(self.config, grids, dtype=name, budget=self.budget)
+
+    def _grid(self, item: Any, index: int) -> Grid:
+        if isinstance(item, (list, tuple)):
+            if len(item) == 2:
+                return resize_plan(self.config.rule, *item).grid
+            return as_grid(item, index)
+        return self._picture_grid(item, index)
+
+    def _picture_grid(self, item: Any, index: int) -> Grid:
+        size = item.size if isinstance(item, Picture) else picture_size(item, self.limits)
+        return resize_plan(self.config.rule, *size).grid
+
+    def _open(self, item: Any, index: int) -> Picture:
+        return item if isinstance(item, Picture) else open_picture(item, self.limits, self.fetch, index)
+
+    def _run(self, pack_LC: torch.Tensor, plan: Plan, indices: Sequence[int]) -> list[torch.Tensor]:
+        meta = self.model.prepare([plan.grids[index] for index in indices], plan.rows)
+        results: list[torch.Tensor] = self.model(pack_LC.to(self.device), meta, self.dtype)
+        return results
+
+    def _refuse_non_finite(self, results: Sequence[torch.Tensor]) -> None:
+        # The extremes of a tensor are NaN or infinite where any value is; unlike isfinite they need no memory. All
+        # images are asked in one read, so a GPU is waited for once.
+        extremes = torch.stack([torch.stack(torch.aminmax(features)).float() for features in results])
+        finite = extremes.isfinite().all(dim=1).tolist()
+        if not all(finite):
+            index = finite.index(False)
+            raise NonFiniteError(
+                f"picture {index}: the encoder gave NaN or infinity in {self.dtype}; "
+                "check the weights, or use a dtype with more range",
+                param=f"items[{index}]",
+            )
+
+
+def _dtype(value: torch.dtype | str) -> torch.dtype:
+    dtype = _DTYPES.get(value) if isinstance(value, str) else value
+    if dtype not in FLOAT_DTYPES:
+        raise ConfigError(f"dtype = {value!r}: known are {', '.join(_DTYPES)}", param="dtype")
+    return dtype
+
+
+def _is_one(items: Any) -> bool:
+    """Whether ``plan`` was given one item; a pair or triple of numbers is a size or a grid."""
+    return not isinstance(items, (list, tuple)) or (bool(items) and all(isinstance(item, int) for item in items))
+
+
+def _match_rows(rows: int, grids: Sequence[Grid]) -> None:
+    """Name the first image that the patches do not cover."""
+    end = 0
+    for index, grid in enumerate(grids):
+        end += grid.patches
+        if end > rows:
+            raise GridError(
+                f"grid {index}: {tuple(grid)} needs {grid.patches} patches, rows {end - grid.patches} to {end}, "
+                f"but there are only {rows} rows",
+                param=f"grids[{index}]",
+            )
+    if end < rows:
+        raise GridError(
+            f"{rows} rows of patches, but the grids end at {end}: {rows - end} rows belong to none of them",
+            param="patches",
+        )

@@ -1,0 +1,345 @@
+"""``VisionEncoder``: what it takes, what it gives, what it refuses before any work."""
+
+from __future__ import annotations
+
+import io
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from moonvit.images import open_picture
+from moonvit.plan import Budget
+from PIL import Image
+
+from moonvit import encoder as encoder_module
+from moonvit.checkpoint import save_vision
+from moonvit.encoder import Features, VisionEncoder
+from moonvit.errors import BudgetError, ConfigError, EmptyInputError, GridError, ImageError, NonFiniteError
+from moonvit.families import FAMILIES
+from moonvit.grids import Grid
+from moonvit.preprocess import patches_from, tokens_for
+from tests.parity.cases import GATE, random_patches, tiny
+from tests.parity.reference import max_relative_error
+
+FAMILY_NAMES = list(FAMILIES)
+SIZES = [(100, 60), (300, 200), (28, 28), (60, 100), (29, 400)]
+SMALL = {
+    "hidden_size": 48,
+    "num_heads": 2,
+    "intermediate_size": 64,
+    "text_hidden_size": 40,
+    "num_layers": 2,
+    "pos_emb_height": 16,
+    "pos_emb_width": 16,
+}
+
+
+def small(family: str, **options: Any) -> VisionEncoder:
+    sizes = SMALL | ({"qkv_size": 48} if family == "kimi-k3" else {})
+    return VisionEncoder.from_config(family, **sizes, **options)
+
+
+@pytest.fixture(params=FAMILY_NAMES)
+def enc(request: pytest.FixtureRequest) -> VisionEncoder:
+    return small(request.param)
+
+
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+def png(picture: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+PICTURES = [noise(*size, seed=index) for index, size in enumerate(SIZES)]
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Anything that costs fails the test."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("work was done before the request was checked")
+
+    monkeypatch.setattr(encoder_module, "open_picture", fail)
+    monkeypatch.setattr(encoder_module, "patches_from", fail)
+    monkeypatch.setattr(encoder_module.VisionModel, "prepare", fail)
+    monkeypatch.setattr(encoder_module.VisionModel, "forward", fail)
+
+
+# ---- pictures -------------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_picture_gives_the_same(enc: VisionEncoder, tmp_path: Path) -> None:
+    picture = PICTURES[1]
+    path = tmp_path / "page.png"
+    path.write_bytes(png(picture))
+    kinds = [picture, path, str(path), png(picture), np.asarray(picture), open_picture(picture)]
+    alone = enc.encode(picture)
+    assert len(alone) == 1
+    for kind in kinds:
+        (features,) = enc.encode(kind)
+        assert isinstance(features, Features)
+        assert features.source_size == (300, 200)
+        assert torch.equal(features.tensor, alone[0].tensor)
+    assert len(enc.encode(kinds)) == len(kinds)
+
+
+def test_features_keep_order_rows_and_width(enc: VisionEncoder) -> None:
+    features = enc.encode(PICTURES)
+    assert [one.source_size for one in features] == SIZES
+    assert [one.tokens for one in features] == [tokens_for(enc.config, *size) for size in SIZES]
+    for one, picture in zip(features, PICTURES, strict=True):
+        assert one.tensor.shape == (one.grid.tokens, 40) == (one.tokens, 40)
+        assert one.tensor.dtype == enc.dtype == torch.float32
+        assert one.tensor.untyped_storage().nbytes() == one.tensor.nbytes
+        assert max_relative_error([one.tensor], [enc.encode(picture)[0].tensor]) <= GATE
+    backwards = enc.encode(PICTURES[::-1])[::-1]
+    assert max_relative_error([one.tensor for one in backwards], [one.tensor for one in features]) <= GATE
+    again = enc.encode(tuple(PICTURES))
+    assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(features, again, strict=True))
+
+
+def test_pictures_and_their_patches_give_the_same_bits(enc: VisionEncoder) -> None:
+    made = [patches_from(picture, enc.config.rule) for picture in PICTURES]
+    pack = np.concatenate([one.patches_LC for one in made])
+    grids = [one.grid for one in made]
+    expected = [one.tensor for one in enc.encode(PICTURES)]
+    normalised = (pack.astype(np.float64) / 255).astype(np.float32)
+    normalised = (normalised - np.float32(0.5)) * np.float32(2)
+    for patches in (pack, torch.from_numpy(pack), torch.from_numpy(pack).view(-1, 3, 14, 14), normalised):
+        for shapes in (grids, torch.tensor([list(grid) for grid in grids]), [tuple(grid) for grid in grids]):
+            given = enc.encode_patches(patches, shapes)
+            assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+    assert torch.equal(enc.encode_patches(pack[: grids[0].patches], grids[0])[0], enc.encode(PICTURES[0])[0].tensor)
+
+
+def test_height_and_width_alone_are_a_grid() -> None:
+    enc = small("kimi-vl")
+    patches = random_patches([(1, 4, 6), (1, 2, 2)])
+    pairs, triples = (enc.encode_patches(patches, grids) for grids in ([(4, 6), (2, 2)], [(1, 4, 6), (1, 2, 2)]))
+    assert [tuple(one.shape) for one in pairs] == [(6, 40), (1, 40)]
+    assert all(torch.equal(a, b) for a, b in zip(pairs, triples, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_patches_may_be_of_any_floating_dtype(dtype: torch.dtype) -> None:
+    enc = small("kimi-k2.5")
+    patches = random_patches([(1, 4, 6)]).to(dtype)
+    assert torch.equal(enc.encode_patches(patches, [(4, 6)])[0], enc.encode_patches(patches.float(), [(4, 6)])[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", torch.float16])
+def test_features_come_in_the_encoders_dtype(dtype: Any) -> None:
+    enc = small("kimi-k3", dtype=dtype)
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    assert enc.dtype == wanted
+    assert [one.tensor.dtype for one in enc.encode(PICTURES[:2])] == [wanted] * 2
+
+
+def test_pictures_live_no_longer_than_their_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    enc = small("kimi-k2.5")
+    same = [noise(112, 112, seed) for seed in range(4)]
+    assert [len(batch.indices) for batch in enc.plan(same).batches] == [1, 1, 1, 1]
+    alive: list[weakref.ref[Any]] = []
+    most = 0
+    real_open, real_patches = encoder_module.open_picture, encoder_module.patches_from
+
+    def watched_open(*args: Any, **kwargs: Any) -> Any:
+        nonlocal most
+        picture = real_open(*args, **kwargs)
+        alive.append(weakref.ref(picture.image))
+        most = max(most, sum(one() is not None for one in alive))
+        return picture
+
+    def copied(picture: Any, rule: Any) -> Any:
+        return real_patches(picture, rule)
+
+    monkeypatch.setattr(encoder_module, "open_picture", watched_open)
+    monkeypatch.setattr(encoder_module, "patches_from", copied)
+    enc.encode([png(picture) for picture in same])
+    assert len(alive) == 4
+    assert most <= 2
+
+
+# ---- plans ----------------------------------------------------------------------------------------------------------
+
+
+def test_plan_takes_sizes_pictures_and_grids(enc: VisionEncoder, tmp_path: Path) -> None:
+    path = tmp_path / "page.png"
+    path.write_bytes(png(PICTURES[1]))
+    plan = enc.plan([(300, 200), path, str(path), png(PICTURES[1]), Grid(1, 36, 36), (1, 4, 6)])
+    page = enc.encode(PICTURES[1])[0].grid
+    assert list(plan.grids) == [page] * 4 + [Grid(1, 36, 36), Grid(1, 4, 6)]
+    assert plan.tokens == 4 * page.tokens + 324 + 6
+    assert plan.patches == 4 * page.patches + 1296 + 24
+    for one in ((300, 200), [300, 200], path, Grid(*page), tuple(page)):
+        assert list(enc.plan(one).grids) == [page]
+
+
+def test_plan_decodes_and_runs_nothing(enc: VisionEncoder, tmp_path: Path, no_work: None) -> None:
+    path = tmp_path / "page.png"
+    path.write_bytes(png(PICTURES[1]))
+    assert enc.plan([path, (4000, 3000)]).peak_bytes > 0
+
+
+def test_plan_counts_the_encoders_dtype() -> None:
+    wide, half = (small("kimi-k2.5", dtype=dtype).plan((300, 200)) for dtype in ("float32", "bfloat16"))
+    assert wide.output_bytes == 2 * half.output_bytes == wide.tokens * 40 * 4
+
+
+# ---- refusals, all before any work ----------------------------------------------------------------------------------
+
+
+def test_nothing_is_an_error(enc: VisionEncoder, no_work: None) -> None:
+    for call in (
+        lambda: enc.encode([]),
+        lambda: enc.encode(()),
+        lambda: enc.plan([]),
+        lambda: enc.encode_patches(torch.zeros(0, 588), []),
+        lambda: enc.encode_patches(torch.zeros(4, 588), []),
+        lambda: enc.encode_patches(torch.zeros(0, 588), torch.zeros(0, 3, dtype=torch.int64)),
+    ):
+        with pytest.raises(EmptyInputError):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ((3, 4), r"grid 1: h = 3 .*multiple of .* 2"),
+        ((4, 514), r"grid 1: w = 514 .*2 to 512"),
+        ((4, 513), r"grid 1: w = 513 .*2 to 512"),
+        ((5, 4, 4), r"grid 1: t = 5.*1 to 4"),
+        ((0, 4), r"grid 1: h = 0 .*2 to 512"),
+        ((4, 4.0), r"grid 1: 4\.0"),
+    ],
+)
+def test_bad_grids(enc: VisionEncoder, no_work: None, bad: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(GridError, match=message):
+        enc.encode_patches(torch.zeros(20, 588), [(2, 2), bad])
+    with pytest.raises(GridError):
+        enc.plan([(28, 28), Grid(*bad) if len(bad) == 3 else Grid(1, *bad)])
+
+
+def test_frames_where_there_is_no_temporal_table(no_work: None) -> None:
+    enc = small("kimi-vl")
+    for call in (lambda: enc.plan(Grid(2, 4, 4)), lambda: enc.encode_patches(torch.zeros(32, 588), [(2, 4, 4)])):
+        with pytest.raises(GridError, match="grid 0: t = 2, but kimi-vl takes 1 to 1"):
+            call()
+
+
+def test_patches_that_do_not_match(enc: VisionEncoder, no_work: None) -> None:
+    grids = [(2, 2), (4, 6), (2, 4)]
+    with pytest.raises(GridError, match=r"grid 1: \(1, 4, 6\) needs 24 patches, rows 4 to 28, .*only 27 rows"):
+        enc.encode_patches(torch.zeros(27, 588), grids)
+    with pytest.raises(GridError, match=r"38 rows of patches, but the grids end at 36: 2 rows"):
+        enc.encode_patches(torch.zeros(38, 588), grids)
+    with pytest.raises(GridError, match="588"):
+        enc.encode_patches(torch.zeros(36, 14, 14, 3), grids)
+
+
+def test_an_unreadable_picture_fails_the_request_before_any_other_runs(enc: VisionEncoder, no_work: None) -> None:
+    with pytest.raises(ImageError):
+        enc.encode([PICTURES[0], b"not a picture"])
+
+
+def test_over_budget_is_refused_with_both_numbers(no_work: None) -> None:
+    enc = small("kimi-k2.5", budget=Budget(1000))
+    for call in (
+        lambda: enc.plan((300, 200)),
+        lambda: enc.encode(PICTURES[1]),
+        lambda: enc.encode_patches(random_patches([(1, 16, 22)]), [(16, 22)]),
+    ):
+        with pytest.raises(BudgetError, match=r"1[,.]?000"):
+            call()
+
+
+def test_a_header_that_lies(enc: VisionEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder_module, "picture_size", lambda *args, **kwargs: (28, 28))
+    with pytest.raises(ImageError, match=r"picture 0: its header promises \(1, 2, 2\) patches, it decodes to"):
+        enc.encode(png(PICTURES[1]))
+
+
+@pytest.mark.parametrize("wrong", ["float64", "int8", "bf16", torch.float64, None])
+def test_unknown_dtypes(wrong: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="float32, bfloat16, float16"):
+        small("kimi-vl", dtype=wrong)
+    with pytest.raises(ConfigError, match="float32, bfloat16, float16"):
+        VisionEncoder.from_pretrained(tmp_path, dtype=wrong)
+
+
+def test_unknown_fields() -> None:
+    with pytest.raises(ConfigError, match="layers"):
+        VisionEncoder.from_config("kimi-k3", layers=2)
+    with pytest.raises(ConfigError, match="kimi-k9"):
+        VisionEncoder.from_config("kimi-k9")
+
+
+# ---- numbers that are none ------------------------------------------------------------------------------------------
+
+
+def test_the_picture_with_a_nan_is_named(enc: VisionEncoder) -> None:
+    grids = [(2, 2), (4, 6), (2, 4)]
+    patches = random_patches([(1, h, w) for h, w in grids])
+    patches[4 + 5, 100] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"picture 1: .*NaN or infinity in torch\.float32") as caught:
+        enc.encode_patches(patches, grids)
+    assert caught.value.param == "items[1]"
+    patches[4 + 5, 100] = 0.0
+    assert all(torch.isfinite(one).all() for one in enc.encode_patches(patches, grids))
+
+
+def test_a_nan_weight_is_found(enc: VisionEncoder) -> None:
+    with torch.no_grad():
+        enc.model.vision_tower.encoder.blocks[1].wo.weight[3, 3] = torch.nan
+    with pytest.raises(NonFiniteError, match="picture 0"):
+        enc.encode(PICTURES[:2])
+
+
+def test_an_overflow_of_float16_is_found() -> None:
+    enc = small("kimi-k2.5", dtype="float16")
+    with torch.no_grad():
+        enc.model.projector.linears[1].weight.mul_(30000)
+    with pytest.raises(NonFiniteError, match=r"torch\.float16"):
+        enc.encode(PICTURES[0])
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def test_from_pretrained_is_the_saved_model(enc: VisionEncoder, tmp_path: Path) -> None:
+    save_vision(enc.model, tmp_path / "model")
+    loaded = VisionEncoder.from_pretrained(tmp_path / "model", dtype="float32")
+    assert loaded.config == enc.config
+    for a, b in zip(enc.encode(PICTURES), loaded.encode(PICTURES), strict=True):
+        assert torch.equal(a.tensor, b.tensor) and a.grid == b.grid
+    assert VisionEncoder.from_pretrained(str(tmp_path / "model")).dtype == torch.bfloat16
+
+
+def test_bfloat16_weights_run_in_every_dtype(tmp_path: Path) -> None:
+    enc = small("kimi-k3", dtype="bfloat16")
+    save_vision(enc.model, tmp_path)
+    exact = [one.tensor for one in VisionEncoder.from_pretrained(tmp_path, dtype="float32").encode(PICTURES)]
+    for dtype, bound in (("bfloat16", 0.05), ("float16", 0.01)):
+        features = [one.tensor for one in VisionEncoder.from_pretrained(tmp_path, dtype=dtype).encode(PICTURES)]
+        assert max_relative_error(features, exact) < bound
+
+
+def test_the_seed_is_the_model() -> None:
+    one, again, other = (small("kimi-k2.5", seed=seed).encode(PICTURES[0])[0].tensor for seed in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, other)
+
+
+def test_a_model_of_ones_own_can_be_wrapped() -> None:
+    model = encoder_module.VisionModel(tiny("kimi-vl")).init_weights_(0)
+    enc = VisionEncoder(model, budget="256MiB")
+    assert enc.encode(PICTURES[0])[0].tensor.shape[1] == 48
+    assert isinstance(enc.budget, Budget)
