@@ -48,7 +48,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
     return time.monotonic() - start
 
 
-def solid(colour: str | tuple[int, ...], size: tuple[int, int] = (56, 56), format: str = "PNG", mode: str = "RGB") -> bytes:
+def solid(
+    colour: str | tuple[int, ...], size: tuple[int, int] = (56, 56), format: str = "PNG", mode: str = "RGB"
+) -> bytes:
     """An encoded picture of one colour."""
     out = io.BytesIO()
     Image.new(mode, size, colour).save(out, format)

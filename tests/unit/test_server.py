@@ -194,7 +194,12 @@ def test_metrics(base: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/v1/nothing", 404), ("GET", "/v1/chat/completions", 405), ("DELETE", "/v1/models", 405), ("GET", "/docs", 404)],
+    [
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("DELETE", "/v1/models", 405),
+        ("GET", "/docs", 404),
+    ],
 )
 def test_framework_errors_have_the_same_shape(base: str, method: str, path: str, status: int) -> None:
     error = error_of(httpx.request(method, base + path), status)
@@ -285,9 +290,7 @@ def test_refusals_come_before_the_engine(base: str, engine: FakeEngine) -> None:
     ],
 )
 def test_broken_bodies(base: str, content: bytes, said: str) -> None:
-    response = httpx.post(
-        f"{base}/v1/chat/completions", content=content, headers={"content-type": "application/json"}
-    )
+    response = httpx.post(f"{base}/v1/chat/completions", content=content, headers={"content-type": "application/json"})
     assert said in error_of(response, 400)["message"]
     assert len(response.content) < 1000
 
@@ -475,14 +478,12 @@ def test_admission_counts_survive_failures() -> None:
     async def run() -> None:
         admission = Admission(1, 0)
         for _ in range(3):
-            with pytest.raises(ZeroDivisionError):
-                with admission.place():
-                    async with admission.turn():
-                        raise ZeroDivisionError
+            with pytest.raises(ZeroDivisionError), admission.place():
+                async with admission.turn():
+                    raise ZeroDivisionError
         with admission.place():
-            with pytest.raises(OverloadedError, match="1 requests are at work or waiting, allowed 1"):
-                with admission.place():
-                    pass
+            with pytest.raises(OverloadedError, match=r"1 requests .* allowed 1"), admission.place():
+                pass
             assert admission.inside == 1
         assert admission.inside == 0
 
@@ -648,7 +649,12 @@ def test_payloads_never_reach_the_log(base: str, caplog: pytest.LogCaptureFixtur
 
 def test_api_key(engine: FakeEngine) -> None:
     with live(engine, api_key="s3cret") as base:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}, {"authorization": "Basic s3cret"}):
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "s3cret"},
+            {"authorization": "Basic s3cret"},
+        ):
             for path in ("/v1/models", "/metrics", "/v1/nothing"):
                 response = httpx.get(base + path, headers=headers)
                 assert error_of(response, 401)["code"] == "invalid_api_key"
@@ -808,9 +814,10 @@ def test_addresses_are_not_fetched_by_default(base: str, pictures: str) -> None:
 
 
 def test_addresses_of_named_hosts(engine: FakeEngine, pictures: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG), live(
-        engine, media_hosts="127.0.0.1", media_private=True, media_timeout=0.6
-    ) as base:
+    with (
+        caplog.at_level(logging.DEBUG),
+        live(engine, media_hosts="127.0.0.1", media_private=True, media_timeout=0.6) as base,
+    ):
         assert text_of(ask(base, user("a", address_part(f"{pictures}/good"), "b"))) == "a [red 56x56] b"
         assert text_of(ask(base, user(address_part(f"{pictures}/moved")))) == "[red 56x56]"
         for kind in ("stall", "drip", "loop", "missing", "page"):
@@ -821,7 +828,9 @@ def test_addresses_of_named_hosts(engine: FakeEngine, pictures: str, caplog: pyt
             assert time.monotonic() - start < 1.4
         assert error_of(ask(base, user(address_part("http://localhost.evil.example/good"))), 400)
         healthy(base)
-    assert not [r for r in caplog.records if "SECRET" in r.getMessage() and not r.name.startswith(("httpcore", "hpack"))]
+    assert not [
+        r for r in caplog.records if "SECRET" in r.getMessage() and not r.name.startswith(("httpcore", "hpack"))
+    ]
 
 
 def test_private_hosts_need_to_be_allowed(engine: FakeEngine, pictures: str) -> None:
@@ -830,20 +839,19 @@ def test_private_hosts_need_to_be_allowed(engine: FakeEngine, pictures: str) -> 
 
 
 def test_slow_hosts_delay_nobody_else(engine: FakeEngine, pictures: str) -> None:
-    with live(engine, media_hosts="127.0.0.1", media_private=True, media_timeout=5, max_running=2) as base:
-        with ThreadPoolExecutor(8) as pool, httpx.Client() as client:
-            slow = [pool.submit(ask, base, user(address_part(f"{pictures}/stall"))) for _ in range(8)]
-            wait_until(lambda: client.get(f"{base}/health").json()["in_flight"] == 8)
-            waits = []
-            while not any(future.done() for future in slow):
-                start = time.monotonic()
-                assert client.get(f"{base}/health").status_code == 200
-                waits.append(time.monotonic() - start)
-                start = time.monotonic()
-                body = {"messages": user("quick")}
-                assert client.post(f"{base}/v1/chat/completions", json=body).status_code == 200
-                waits.append(time.monotonic() - start)
-                time.sleep(0.05)
-            assert len(waits) > 10
-            assert sorted(waits)[int(len(waits) * 0.99) - 1] < 0.2
-            assert all(text_of(future.result()) == "[red 56x56]" for future in slow)
+    settings = {"media_hosts": "127.0.0.1", "media_private": True, "media_timeout": 5, "max_running": 2}
+    with live(engine, **settings) as base, ThreadPoolExecutor(8) as pool, httpx.Client() as client:
+        slow = [pool.submit(ask, base, user(address_part(f"{pictures}/stall"))) for _ in range(8)]
+        wait_until(lambda: client.get(f"{base}/health").json()["in_flight"] == 8)
+        waits = []
+        while not any(future.done() for future in slow):
+            start = time.monotonic()
+            assert client.get(f"{base}/health").status_code == 200
+            waits.append(time.monotonic() - start)
+            start = time.monotonic()
+            assert client.post(f"{base}/v1/chat/completions", json={"messages": user("quick")}).status_code == 200
+            waits.append(time.monotonic() - start)
+            time.sleep(0.05)
+        assert len(waits) > 10
+        assert sorted(waits)[int(len(waits) * 0.99) - 1] < 0.2
+        assert all(text_of(future.result()) == "[red 56x56]" for future in slow)

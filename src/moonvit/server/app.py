@@ -34,7 +34,7 @@ from moonvit.server.media import Media
 from moonvit.server.metrics import CONTENT_TYPE, Metrics
 from moonvit.server.queue import Admission, PendingBytes
 from moonvit.server.schema import Answer, clip, parse_chat, parse_plan
-from moonvit.server.settings import Settings
+from moonvit.server.settings import Settings, load_settings
 
 log = logging.getLogger("moonvit.server")
 
@@ -136,9 +136,7 @@ class Service:
             if _holds_data_url(call.request):
                 notes["warning"] = "a data URL was sent as text, not as an image_url part"
                 log.warning("%s sent a data URL as text, not as an image_url part", notes["request_id"])
-            answer = Answer(
-                f"chatcmpl-{uuid.uuid4().hex}", self.engine.info.model, include_usage=call.include_usage
-            )
+            answer = Answer(f"chatcmpl-{uuid.uuid4().hex}", self.engine.info.model, include_usage=call.include_usage)
             streamed = call.stream
             job = await stack.enter_async_context(Job(self._deltas(call.request), request.receive))
             del call  # with it go the addresses, which hold whole pictures
@@ -194,6 +192,7 @@ class Service:
             asked = parse_plan(document, max_images=self.settings.max_images, id=request.state.notes["request_id"])
             self._check_pictures(asked)
             asked, sizes = await self.media.measure(asked)
+            images = [self._picture(asked, index, size) for index, size in enumerate(sizes)]
             try:
                 async with self.plans.turn():
                     cost = await self.engine.cost(asked)
@@ -209,7 +208,7 @@ class Service:
                 "image_tokens": cost.image_tokens,
                 "max_context": self.engine.info.max_context,
                 "peak_bytes": plan.get("peak_bytes", 0),
-                "images": [self._picture(asked, index, size) for index, size in enumerate(sizes)],
+                "images": images,
                 "plan": cost.plan,
             }
         )
@@ -218,8 +217,12 @@ class Service:
         vision = self.engine.info.vision
         assert vision is not None  # _check_pictures refused the request otherwise
         param = [part.param for message in request.messages for part in message.images][index]
-        resized = resize_plan(vision.rule, *size)
-        grid = as_grid(resized.grid, index)
+        try:
+            resized = resize_plan(vision.rule, *size)
+            grid = as_grid(resized.grid, index)
+        except MoonvitError as error:
+            error.param = param
+            raise
         return {
             "param": param,
             "size": list(size),
@@ -312,7 +315,7 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     Returns:
         The application, to be run by any ASGI server.
     """
-    settings = settings or Settings()
+    settings = settings or load_settings()
     service = Service(engine, settings)
 
     @asynccontextmanager

@@ -90,7 +90,9 @@ class Media:
         try:
             if address[:5].lower() == "data:":
                 return await loop.run_in_executor(self._readers, self._unwrap, address, index)
-            content = await loop.run_in_executor(self._fetchers, fetch_bytes, address, self._policy, self._limits, index)
+            content = await loop.run_in_executor(
+                self._fetchers, fetch_bytes, address, self._policy, self._limits, index
+            )
             return content, await loop.run_in_executor(self._readers, picture_size, content, self._limits, index)
         except MoonvitError as error:
             error.param = part.param
@@ -106,6 +108,8 @@ def _with_sources(request: GenerateRequest, sources: Sequence[Any]) -> GenerateR
     rest = iter(sources)
     messages = []
     for message in request.messages:
-        parts = tuple(replace(part, source=next(rest)) if isinstance(part, ImagePart) else part for part in message.parts)
+        parts = tuple(
+            replace(part, source=next(rest)) if isinstance(part, ImagePart) else part for part in message.parts
+        )
         messages.append(replace(message, parts=parts))
     return replace(request, messages=tuple(messages))

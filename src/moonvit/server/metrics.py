@@ -20,7 +20,9 @@ class Metrics:
 
     def __init__(self, admission: Admission, pending: PendingBytes) -> None:
         self._registry = registry = CollectorRegistry()
-        self.requests = Counter("moonvit_requests", "Requests by route and status.", ["route", "status"], registry=registry)
+        self.requests = Counter(
+            "moonvit_requests", "Requests by route and status.", ["route", "status"], registry=registry
+        )
         self.errors = Counter("moonvit_errors", "Refused and failed requests by code.", ["code"], registry=registry)
         self.images = Counter("moonvit_images", "Pictures in answered chat requests.", registry=registry)
         self.tokens = Counter("moonvit_tokens", "Tokens by kind.", ["kind"], registry=registry)

@@ -364,7 +364,9 @@ def _messages(messages: Sequence[_Message], max_images: int, sizes: bool) -> tup
         if not parts and not message.tool_calls and not message.reasoning_content:
             raise RequestError(f"{path} is empty: it holds neither text nor a picture", param=f"{path}.content")
         role_name: Role = "system" if message.role == "developer" else message.role
-        calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ())
+        calls = tuple(
+            ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()
+        )
         result.append(
             Message(
                 role=role_name,
@@ -388,7 +390,9 @@ def _thinking(prompt: _Prompt) -> bool | None:
     if prompt.reasoning_effort != "none":
         return asked
     if asked:
-        raise RequestError("reasoning_effort 'none' contradicts chat_template_kwargs.thinking true", param="reasoning_effort")
+        raise RequestError(
+            "reasoning_effort 'none' contradicts chat_template_kwargs.thinking true", param="reasoning_effort"
+        )
     return False
 
 
@@ -461,13 +465,17 @@ def parse_plan(document: Any, *, max_images: int, id: str = "") -> GenerateReque
     given = [name for name in ("messages", "images", "sizes") if getattr(plan, name) is not None]
     if len(given) != 1:
         found = " and ".join(given) or "none"
-        raise RequestError(f"give exactly one of messages, images and sizes; found {found}", param=(given or ["messages"])[0])
+        raise RequestError(
+            f"give exactly one of messages, images and sizes; found {found}", param=(given or ["messages"])[0]
+        )
     if plan.messages is not None:
         messages = _messages(plan.messages, max_images, sizes=True)
     else:
         parts: tuple[ImagePart, ...]
         if plan.images is not None:
-            parts = tuple(ImagePart(_address(item, f"images[{i}]"), f"images[{i}]") for i, item in enumerate(plan.images))
+            parts = tuple(
+                ImagePart(_address(item, f"images[{i}]"), f"images[{i}]") for i, item in enumerate(plan.images)
+            )
         else:
             parts = tuple(ImagePart((size[0], size[1]), f"sizes[{i}]") for i, size in enumerate(plan.sizes or ()))
         if len(parts) > max_images:
@@ -545,7 +553,9 @@ class Answer:
         if delta.content:
             body["content"] = delta.content
         if delta.tool_calls:
-            body["tool_calls"] = [self._call(call.index, call.id, call.name, call.arguments) for call in delta.tool_calls]
+            body["tool_calls"] = [
+                self._call(call.index, call.id, call.name, call.arguments) for call in delta.tool_calls
+            ]
         result = [self._chunk(body)] if body else []
         if delta.usage is not None:
             self.usage = delta.usage

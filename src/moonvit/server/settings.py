@@ -35,7 +35,9 @@ class Settings(BaseSettings):
     max_images: int = Field(32, ge=0, description="Pictures in one request, its history included.")
     max_running: int = Field(4, ge=1, description="Requests the engine works on at once.")
     max_waiting: int = Field(32, ge=0, description="Requests that may wait for their turn; the next one gets 429.")
-    media_hosts: Names = Field((), description="Hosts from which http(s) picture addresses are fetched; none by default.")
+    media_hosts: Names = Field(
+        (), description="Hosts from which http(s) picture addresses are fetched; none by default."
+    )
     media_private: bool = Field(False, description="Let the media hosts resolve to private addresses.")
     media_workers: int = Field(8, ge=1, le=256, description="Picture addresses fetched at once.")
     media_timeout: float = Field(10.0, gt=0, le=600, description="Seconds for one picture address, redirects included.")

@@ -125,9 +125,10 @@ function draw(canvas, picture, width) {
   pen.scale(density, density);
   const scale = width / paddedWidth;
   const [right, bottom] = [picture.resized[0] * scale, picture.resized[1] * scale];
-  pen.fillStyle = "#000";
   pen.fillRect(0, 0, width, height);
-  if (picture.image) pen.drawImage(picture.image, 0, 0, right, bottom);
+  // Where the model crops instead of padding, the middle is kept.
+  const [left, top] = [Math.min(0, width - right) / 2, Math.min(0, height - bottom) / 2];
+  if (picture.image) pen.drawImage(picture.image, left, top, right, bottom);
 
   const padding = new Path2D();
   padding.rect(right, 0, width - right, height);
