@@ -1,0 +1,1 @@
+"""The demo model: the pictures it learns from, its training, its export and its measurement."""

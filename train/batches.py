@@ -149,7 +149,10 @@ def dense_labels(marks: list[Mark], rows: int, columns: int) -> np.ndarray[Any, 
     return labels
 
 
-FILLER_WORDS = "What does the text say there are many pictures shapes in which is it where colour of red".split()
+FILLER_WORDS = (
+    "What", "does", "the", "text", "say", "there", "are", "many", "pictures", "shapes", "in", "which", "is", "it",
+    "where", "colour", "of", "red",
+)  # fmt: skip
 
 
 class Stream(IterableDataset[Batch]):
@@ -207,7 +210,9 @@ class Stream(IterableDataset[Batch]):
                 del picked[number:]
                 picked.append(group)
                 r, c = cells[group]
-                return rng.randint(max(56, CELL * (c - 1) + 1), CELL * c), rng.randint(max(56, CELL * (r - 1) + 1), CELL * r)
+                return rng.randint(max(56, CELL * (c - 1) + 1), CELL * c), rng.randint(
+                    max(56, CELL * (r - 1) + 1), CELL * r
+                )
 
             sort = rng.choices(sorts, [MIX[name] for name in sorts])[0]
             sample = make_sample(rng, size, sort=sort, easy=self.easy if rng.random() < 0.7 else 0.0, most_turns=3)

@@ -53,24 +53,25 @@ TRAIN_WORDS, HELD_OUT_WORDS = _split(sorted(set(Path(__file__).with_name("words.
 """Words that training pictures show, and words that only evaluation shows."""
 
 
+@lru_cache(maxsize=1)
 def font_files() -> tuple[str, ...]:
     """Paths of the font files that are drawn with, from installed packages."""
-    wanted = {
-        "matplotlib": [
-            f"mpl-data/fonts/ttf/{name}.ttf"
-            for name in (
-                "DejaVuSans DejaVuSans-Bold DejaVuSans-Oblique DejaVuSerif DejaVuSerif-Bold DejaVuSansMono "
-                "DejaVuSansMono-Bold STIXGeneral STIXGeneralBol cmss10 cmtt10"
-            ).split()
-        ],
-        "font_roboto": [f"files/Roboto-{name}.ttf" for name in ("Regular", "Medium", "Bold", "Italic")],
-        "font_source_sans_pro": [f"files/SourceSansPro-{name}.ttf" for name in ("Regular", "Semibold", "Bold")],
-        "font_source_serif_pro": [f"files/SourceSerifPro-{name}.ttf" for name in ("Regular", "Bold")],
-        "font_caladea": [f"files/Caladea-{name}.ttf" for name in ("Regular", "Bold")],
-        "font_manrope": [f"files/Manrope-{name}.ttf" for name in ("Regular", "Bold")],
-        "font_hanken_grotesk": [f"files/HankenGrotesk-{name}.otf" for name in ("Regular", "Bold")],
-    }
-    return tuple(str(resources.files(package).joinpath(name)) for package, names in wanted.items() for name in names)
+    mpl = "mpl-data/fonts/ttf/{}.ttf"
+    wanted = (
+        ("matplotlib", mpl, "DejaVuSans DejaVuSans-Bold DejaVuSans-Oblique DejaVuSerif DejaVuSerif-Bold"),
+        ("matplotlib", mpl, "DejaVuSansMono DejaVuSansMono-Bold STIXGeneral STIXGeneralBol cmss10 cmtt10"),
+        ("font_roboto", "files/Roboto-{}.ttf", "Regular Medium Bold Italic"),
+        ("font_source_sans_pro", "files/SourceSansPro-{}.ttf", "Regular Semibold Bold"),
+        ("font_source_serif_pro", "files/SourceSerifPro-{}.ttf", "Regular Bold"),
+        ("font_caladea", "files/Caladea-{}.ttf", "Regular Bold"),
+        ("font_manrope", "files/Manrope-{}.ttf", "Regular Bold"),
+        ("font_hanken_grotesk", "files/HankenGrotesk-{}.otf", "Regular Bold"),
+    )
+    return tuple(
+        str(resources.files(package).joinpath(form.format(name)))
+        for package, form, names in wanted
+        for name in names.split()
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -155,7 +156,9 @@ class Scene:
             self.background = "white" if self.background in ("white", "grey", "black") else f"pale {self.background}"
         self.image = Image.new("RGB", (self.width, self.height), base)
         if rng.random() < 0.2:
-            ramp = np.linspace(-rng.uniform(0, 16), rng.uniform(0, 16), self.width if rng.random() < 0.5 else self.height)
+            ramp = np.linspace(
+                -rng.uniform(0, 16), rng.uniform(0, 16), self.width if rng.random() < 0.5 else self.height
+            )
             pixels = np.asarray(self.image).astype(np.int16)
             pixels = pixels + (ramp[None, :, None] if len(ramp) == self.width else ramp[:, None, None]).astype(np.int16)
             self.image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
@@ -172,7 +175,10 @@ class Scene:
         if self.background.split()[-1] == name:
             return False
         ink = COLOURS[name]
-        return sum(abs(a - b) for a, b in zip(ink, self.base, strict=True)) > 150 and abs(_luma(ink) - _luma(self.base)) > 30
+        return (
+            sum(abs(a - b) for a, b in zip(ink, self.base, strict=True)) > 150
+            and abs(_luma(ink) - _luma(self.base)) > 30
+        )
 
     def place(self, width: float, height: float, tries: int = 12) -> tuple[float, float, float, float] | None:
         """A free box of a size, or None when the picture is full."""
@@ -240,7 +246,9 @@ class Scene:
             )
         return thing
 
-    def shape(self, name: str, colour: str, size: float | None = None, cell: tuple[int, int] | None = None) -> _Thing | None:
+    def shape(
+        self, name: str, colour: str, size: float | None = None, cell: tuple[int, int] | None = None
+    ) -> _Thing | None:
         """Draw a shape somewhere free, or in a cell (row, column) of the 3 x 3 places."""
         rng = self.rng
         room = min(self.width, self.height)
@@ -279,7 +287,9 @@ def _shade(name: str, rng: random.Random, spread: int) -> tuple[int, int, int]:
     return r, g, b
 
 
-def _in_cell(scene: Scene, width: float, height: float, cell: tuple[int, int]) -> tuple[float, float, float, float] | None:
+def _in_cell(
+    scene: Scene, width: float, height: float, cell: tuple[int, int]
+) -> tuple[float, float, float, float] | None:
     """A box whose centre lies in one of the nine places, clear of the borders between them."""
     row, column = cell
     rng = scene.rng
@@ -459,7 +469,6 @@ def _chart_scene(scene: Scene) -> list[Turn]:
     turns = [Turn("What colour is the tallest bar?", colours[best], "chart")]
     if labelled:
         turns.append(Turn("Which bar is the tallest?", labels[best].lower(), "chart"))
-        rng.shuffle(turns)
     if rng.random() < 0.3:
         turns.append(Turn("How many bars are there?", str(number), "count"))
     return turns
@@ -489,7 +498,7 @@ def _mixed_scene(scene: Scene) -> list[Turn]:
 
 
 def _multi_turns(scenes: list[Scene], rng: random.Random) -> list[Turn]:
-    turns = []
+    turns: list[Turn] = []
     texts = [s.things[0].text if len(s.things) == 1 else None for s in scenes]
     for number, scene in enumerate(scenes, 1):
         thing = scene.things[0] if scene.things else None
@@ -508,7 +517,6 @@ def _multi_turns(scenes: list[Scene], rng: random.Random) -> list[Turn]:
                 turns.append(Turn(f"Which picture shows a {thing.name}?", str(number), "multi"))
         else:
             turns.append(Turn(f"How many shapes are in picture {number}?", str(len(scene.things)), "multi"))
-    rng.shuffle(turns)
     return turns
 
 
@@ -564,23 +572,12 @@ def make_sample(
             turns = _multi_turns(scenes, rng)
         elif chosen == "shapes":
             turns = _shape_scene(scene)
-            rng.shuffle(turns)
         elif chosen == "chart":
             turns = _chart_scene(scene)
         elif chosen == "mixed":
             turns = _mixed_scene(scene)
-            rng.shuffle(turns)
         else:
             turns = _text_scene(scene, several=chosen == "texts")
         if turns:
+            rng.shuffle(turns)
             return Sample([s.finish() for s in scenes], turns[:most_turns], [s.marks for s in scenes])
-
-
-def questions_seen() -> list[str]:
-    """Every question form, filled in, for building the vocabulary."""
-    found = set(READ_ONE)
-    rng = random.Random(0)
-    for number in range(2500):
-        side = 120 + 20 * (number % 8)
-        found.update(turn.question for turn in make_sample(rng, lambda _, s=side: (s, s), most_turns=20).turns)
-    return sorted(found)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 
 def rope_tables(h: int, w: int, head_dim: int, theta: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """cos and sin of the 2-D rotary embedding.
+    """Cos and sin of the 2-D rotary embedding.
 
     Args:
         h: Patch rows.
@@ -37,7 +37,7 @@ def rope_tables(h: int, w: int, head_dim: int, theta: float = 10000.0) -> tuple[
 
 
 def spread(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and signed sin of each pair's angle, once for each of its two values.
+    """Cos and signed sin of each pair's angle, once for each of its two values.
 
     Args:
         angles: (L, H / 2).

@@ -1,6 +1,6 @@
 """Train the demo model. Resumes from its folder; a run may be stopped and taken up again at any time.
 
-    python -m train.run --folder runs/demo --minutes 100 --decay 30
+python -m train.run --folder runs/demo --minutes 100 --decay 30
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Trainer:
             if "e_score" in name:
                 buffer.data = buffer.data.float()
         self.working = [*self.model.parameters(), *self.head.parameters()]
-        apart = ("embed_tokens", "lm_head", "pos_emb", "patch_embed", "head.", "gate.weight")
+        apart = ("proj.0.weight", "embed_tokens", "lm_head", "pos_emb", "patch_embed", "head.", "gate.weight")
         matrix = [m.dim() == 2 and not any(a in n for a in apart) for n, m in zip(names, self.masters, strict=True)]
         self.muon = torch.optim.Muon(
             [m for m, is_matrix in zip(self.masters, matrix, strict=True) if is_matrix],

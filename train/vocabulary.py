@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 from pathlib import Path
 from typing import Any
-
-from train.draw import TRAIN_WORDS, questions_seen
 
 BASE = 768
 """Base ranks; special tokens follow."""
@@ -42,7 +39,6 @@ SPECIALS = {
     254: "[UNK]",
     255: "[PAD]",
 }
-ROLES = ("user", "assistant", "system", "image")
 VOCAB = BASE + 256
 IM_END, MEDIA_PAD, PAD, EOS = BASE + 2, BASE + 21, BASE + 255, BASE + 1
 
@@ -56,37 +52,11 @@ def ranks() -> list[bytes]:
     """The base vocabulary in rank order.
 
     Returns:
-        768 byte strings: single bytes, role names, then the words of the questions and common words with a
-        leading space, each after its own prefixes so that pair merging reaches it.
+        768 byte strings: single bytes, then those of ``vocabulary.txt``: role names, and the words of the questions
+        and some common words with a leading space, each after its own prefixes so that pair merging reaches it.
     """
-    tokens = [bytes([value]) for value in range(256)] + [role.encode() for role in ROLES]
-    tokens += [b' "', b'"?']
-    seen = set(tokens)
-    pieces: list[str] = []
-    for question in questions_seen():
-        pieces += re.findall(r" [a-z]{2,}|[A-Z][a-z]+", question)
-    counted = sorted(set(pieces), key=lambda piece: (-pieces.count(piece), piece))
-    reading = set(TRAIN_WORDS)
-    for piece in counted:
-        if piece.strip() in reading and pieces.count(piece) < 40:
-            continue
-        for end in range(2, len(piece) + 1):
-            prefix = piece[:end].encode()
-            if prefix not in seen and len(tokens) < BASE:
-                seen.add(prefix)
-                tokens.append(prefix)
-    for longest in (2, 1):
-        for word in TRAIN_WORDS:
-            prefixes = [f" {word}"[:end].encode() for end in range(2, len(word) + 2)]
-            new = [prefix for prefix in prefixes if prefix not in seen]
-            if len(new) > 2:
-                continue
-            new = new[: min(longest, BASE - len(tokens))]
-            seen.update(new)
-            tokens += new
-    if len(tokens) != BASE:
-        raise ValueError(f"the words fill {len(tokens)} of {BASE} ranks")
-    return tokens
+    words = Path(__file__).with_name("vocabulary.txt").read_text().removesuffix("\n").split("\n")
+    return [bytes([value]) for value in range(256)] + [word.encode() for word in words]
 
 
 def write(folder: Path) -> None:

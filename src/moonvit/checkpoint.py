@@ -12,6 +12,7 @@ and v apart and their rotary pairs split in halves; the serving engines' run-tim
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -515,3 +516,55 @@ def config_dicts(config: VisionConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     if config_from_dict(raw, preprocessor) != config:
         raise ConfigError(f"config.json cannot express {config}")
     return raw, preprocessor
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: dict[str, str]) -> None:
+    """Write tensors that are no weights, such as features.
+
+    Args:
+        tensors: On any device.
+        path: The safetensors file.
+        metadata: Text that goes into its header.
+    """
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
+
+
+def check_vision(path: str | Path) -> dict[str, Any]:
+    """Read the vision part of a checkpoint and hold it against what its model needs.
+
+    Args:
+        path: Checkpoint directory, or ``owner/name`` on the Hugging Face hub.
+
+    Returns:
+        ``path``, ``family``, ``layers``, ``width``, ``language_width``, ``shards`` (files that hold vision),
+        ``tensors``, ``parameters``, ``bytes`` and ``dtypes``.
+
+    Raises:
+        CheckpointError: Files are missing or broken, tensors are not exactly those of the model, or one of them holds
+            NaN or infinity.
+        ConfigError: ``config.json`` is not of a known model.
+    """
+    local = resolve(path)
+    config, _ = read_config(local)
+    shards = vision_shards(local)
+    headers = [header for shard, names in shards.items() for header in _headers(shard, names)]
+    check(config, headers, str(local))
+    broken, size = [], 0
+    for name, tensor in _read(shards):
+        size += tensor.nbytes
+        if not tensor.isfinite().all():
+            broken.append(name)
+    if broken:
+        raise CheckpointError(f"{local}: {len(broken)} tensor(s) hold NaN or infinity: {', '.join(broken[:_LISTED])}")
+    return {
+        "path": str(local),
+        "family": config.family,
+        "layers": config.num_layers,
+        "width": config.hidden_size,
+        "language_width": config.text_hidden_size,
+        "shards": len(shards),
+        "tensors": len(headers),
+        "parameters": sum(math.prod(header.shape) for header in headers),
+        "bytes": size,
+        "dtypes": ", ".join(sorted({header.dtype for header in headers})),
+    }

@@ -65,7 +65,8 @@ def _read_bytes(value: int | str) -> int | None:
         number = value
     if number is None or number < 1:
         raise ConfigError(
-            f"budget = {value!r}: give a number of bytes of at least 1, text such as '256MiB', or 'auto'", param="budget"
+            f"budget = {value!r}: give a number of bytes of at least 1, text such as '256MiB', or 'auto'",
+            param="budget",
         )
     return number
 
@@ -93,8 +94,8 @@ class Plan:
         rows: Rows of a chunk (R).
         dtype: Dtype of weights, workspace and features.
         budget_bytes: The budget; None is "auto".
-        stages: Bytes by stage. ``patches``, ``rope``, ``hidden``, ``kv``, ``positions``, ``embed``, ``chunk``, ``merge`` and
-            ``projector`` are the largest over the passes; ``outputs`` is the whole request's.
+        stages: Bytes by stage. ``patches``, ``rope``, ``hidden``, ``kv``, ``positions``, ``embed``, ``chunk``,
+            ``merge`` and ``projector`` are the largest over the passes; ``outputs`` is the whole request's.
         workspace_bytes: Largest sum of what lives at once in a pass, inputs and outputs apart.
         output_bytes: The features of all images.
         peak_bytes: Workspace, the patches of the largest pass, and all outputs.
@@ -125,9 +126,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON-able values."""
         return {
-            "images": [
-                {"grid": list(grid), "patches": grid.patches, "tokens": grid.tokens} for grid in self.grids
-            ],
+            "images": [{"grid": list(grid), "patches": grid.patches, "tokens": grid.tokens} for grid in self.grids],
             "patches": self.patches,
             "tokens": self.tokens,
             "batches": [{"images": list(batch.indices), "patches": batch.patches} for batch in self.batches],

@@ -1,7 +1,7 @@
 """Picture size -> patch grid, and picture -> uint8 patches, by the exact rule of each family.
 
-The arithmetic is that of the official processors: float64 scale, truncation, Pillow's antialiased bicubic, black padding
-to the right and below. Patches stay uint8; the tower normalises them with ``NORMALISE``, chunk by chunk.
+The arithmetic is that of the official processors: float64 scale, truncation, Pillow's antialiased bicubic, black
+padding to the right and below. Patches stay uint8; the tower normalises them with ``NORMALISE``, chunk by chunk.
 
 Two corner cases differ from the official order on purpose. Palette and 1-bit pictures become RGB(A) before the resize,
 where the official processors let Pillow resize palette indices with nearest neighbour. Transparency of Kimi-VL and K2.5
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from moonvit.images import Picture
 from numpy.typing import NDArray
 from PIL import Image
 
 from moonvit.errors import ImageError
 from moonvit.families import PATCH, PATCH_VALUES, ImageRule, VisionConfig, family_config
 from moonvit.grids import MAX_SIDE, MERGE, Grid, as_grid
-from moonvit.images import Picture
 
 CELL = PATCH * MERGE
 """Pixels along one language token."""
@@ -194,7 +194,7 @@ def _flat(image: Image.Image, rule: ImageRule, size: tuple[int, int]) -> Image.I
 
 
 def _on_chessboard(image: Image.Image) -> Image.Image:
-    """Composite RGBA on K3's chessboard of 8-pixel squares, white at the top left, truncating as the checkpoint does."""
+    """Composite RGBA on K3's chessboard of 8-pixel squares, white at the top left, truncating."""
     width, height = image.size
     result = Image.new("RGB", image.size)
     columns = np.arange(width) // 8

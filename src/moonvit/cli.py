@@ -1,0 +1,410 @@
+"""The command line. Every command imports what it needs when it runs, so ``--help`` stays quick.
+
+Answers go to stdout, progress to stderr (a bar when it is a terminal). With ``--json`` stdout holds exactly one JSON
+document. An error is one line on stderr and the exit code of its class in ``errors.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from moonvit.errors import InvalidInputError, MoonvitError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moonvit.encoder import VisionEncoder
+    from moonvit.plan import Plan
+
+app = typer.Typer(
+    name="moonvit",
+    help="The Kimi vision stack: pictures in, language-model features and answers out, in memory known beforehand.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Model = Annotated[
+    str | None,
+    typer.Option("--model", "-m", help="Checkpoint directory or hub id; the demo model in the package by default."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Device = Annotated[str, typer.Option(help="Where the model works: cpu, cuda, cuda:1.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
+BudgetText = Annotated[str, typer.Option("--budget", help="Workspace bound: bytes, '256MiB', or 'auto'.")]
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+def _print_json(document: Any) -> None:
+    sys.stdout.write(json.dumps(document) + "\n")
+
+
+def _table(title: str, columns: list[str], rows: list[list[str]], right: int = 1) -> None:
+    """A table on stdout; from column ``right`` on, cells are numbers."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number >= right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False, soft_wrap=not sys.stdout.isatty()).print(table)
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Any]:
+    """A bar on stderr; yields a function that moves it by one. Silent where stderr is no terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = _console()
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+def _model_path(model: str | None) -> str:
+    if model is not None:
+        return model
+    from moonvit.engines import default_model
+
+    return str(default_model())
+
+
+def _encoder(model: str | None, device: str, dtype: str, budget: str) -> VisionEncoder:
+    from moonvit.encoder import VisionEncoder
+
+    with _console().status("loading the model"):
+        return VisionEncoder.from_pretrained(_model_path(model), device=device, dtype=dtype, budget=budget)
+
+
+@app.command()
+def encode(
+    images: Annotated[list[str], typer.Argument(help="Pictures: files, or data: URLs.", show_default=False)],
+    model: Model = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Write the features here, as safetensors.")] = None,
+    device: Device = "cpu",
+    dtype: Dtype = "bfloat16",
+    budget: BudgetText = "auto",
+    as_json: Json = False,
+) -> None:
+    """Encode pictures into language-model features.
+
+    The file given with -o holds one tensor for each picture, features.0, features.1 and so on, of shape (tokens,
+    language width), and the pictures' names and sizes in its metadata.
+    """
+    encoder = _encoder(model, device, dtype, budget)
+    plan = encoder.plan(list(images))
+    results = []
+    with _progress("encoding", len(images)) as advance:
+        for image in images:
+            results += encoder.encode([image])
+            advance()
+    rows = [
+        {
+            "image": _shown(image),
+            "source_size": list(one.source_size),
+            "grid": list(one.grid),
+            "tokens": one.tokens,
+            "shape": list(one.tensor.shape),
+            "dtype": str(one.tensor.dtype).removeprefix("torch."),
+            "mean": float(one.tensor.float().mean()),
+            "std": float(one.tensor.float().std()),
+        }
+        for image, one in zip(images, results, strict=True)
+    ]
+    if out is not None:
+        from moonvit.checkpoint import save_tensors
+
+        metadata = {"images": json.dumps([{k: row[k] for k in ("image", "source_size", "grid")} for row in rows])}
+        save_tensors({f"features.{n}": one.tensor for n, one in enumerate(results)}, out, metadata)
+    if as_json:
+        _print_json({"images": rows, "plan": plan.to_dict(), "out": None if out is None else str(out)})
+        return
+    shown = [
+        [
+            row["image"],
+            "x".join(map(str, row["source_size"])),
+            "x".join(map(str, row["grid"])),
+            str(row["tokens"]),
+            f"({row['shape'][0]}, {row['shape'][1]})",
+            f"{row['std']:.3f}",
+        ]
+        for row in rows
+    ]
+    _table(
+        f"{encoder.config.family}, {dtype}", ["image", "pixels", "grid t x h x w", "tokens", "features", "std"], shown
+    )
+    if out is not None:
+        typer.echo(f"written to {out}")
+
+
+def _shown(image: str) -> str:
+    return image if len(image) <= 60 else image[:28] + "..." + image[-28:]
+
+
+@app.command()
+def ask(
+    question: Annotated[str, typer.Argument(help="What to ask.")],
+    images: Annotated[list[str] | None, typer.Option("-i", "--image", help="A picture; may be given again.")] = None,
+    model: Model = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to generate at most.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, max=2, help="0 is greedy; the model's own by default.")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Nucleus to sample from.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    thinking: Annotated[
+        bool | None, typer.Option("--thinking/--instant", help="Reason first, or answer at once.")
+    ] = None,
+    device: Device = "cpu",
+    dtype: Dtype = "bfloat16",
+    budget: BudgetText = "auto",
+    as_json: Json = False,
+) -> None:
+    """Ask a question about pictures; the answer is printed as it is written."""
+    import asyncio
+
+    from moonvit.engines import GenerateRequest, Sampling, open_engine
+    from moonvit.prompts.messages import ImagePart, Message, TextPart
+
+    parts = tuple(ImagePart(image, f"image {n}") for n, image in enumerate(images or ()))
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    request = GenerateRequest((Message("user", (*parts, TextPart(question))),), sampling, thinking=thinking)
+    with _console().status("loading the model"):
+        engine = open_engine("embedded", _model_path(model), device=device, dtype=dtype, budget=budget)
+
+    async def run() -> dict[str, Any]:
+        answer: dict[str, Any] = {"content": "", "reasoning": "", "finish_reason": None, "usage": None}
+        try:
+            async for delta in engine.generate(request):
+                answer["content"] += delta.content
+                answer["reasoning"] += delta.reasoning
+                answer["finish_reason"] = delta.finish_reason or answer["finish_reason"]
+                if delta.usage is not None:
+                    from dataclasses import asdict
+
+                    answer["usage"] = asdict(delta.usage)
+                if not as_json:
+                    sys.stderr.write(delta.reasoning)
+                    sys.stdout.write(delta.content)
+                    sys.stdout.flush()
+        finally:
+            await engine.close()
+        return answer
+
+    answer = asyncio.run(run())
+    if as_json:
+        _print_json({"model": engine.info.model, **answer})
+    else:
+        sys.stdout.write("\n")
+
+
+@app.command()
+def plan(
+    items: Annotated[list[str], typer.Argument(help="Sizes such as 4000x3000, or picture files.", show_default=False)],
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="Family (kimi-vl, kimi-k2.5, kimi-k3), checkpoint directory or hub id."),
+    ] = None,
+    dtype: Dtype = "bfloat16",
+    budget: BudgetText = "auto",
+    as_json: Json = False,
+) -> None:
+    """Say how many tokens and bytes a request takes, without weights and without running it."""
+    from moonvit.plan import Budget, make_plan
+    from moonvit.preprocess import resize_plan
+
+    config = _config(model)
+    grids = [resize_plan(config.rule, *_size(item)).grid for item in items]
+    made = make_plan(config, grids, dtype=dtype, budget=Budget(int(budget) if budget.isdecimal() else budget))
+    if as_json:
+        _print_json({"family": config.family, "items": items, **made.to_dict()})
+    else:
+        _show_plan(made, config.family, items)
+
+
+def _show_plan(made: Plan, family: str, items: list[str]) -> None:
+    rows = [
+        [_shown(item), f"{grid.h} x {grid.w}", f"{grid.patches:,}", f"{grid.tokens:,}"]
+        for item, grid in zip(items, made.grids, strict=True)
+    ]
+    if len(rows) > 1:
+        rows.append(["all", "", f"{made.patches:,}", f"{made.tokens:,}"])
+    _table(f"{family}, {made.dtype}", ["picture", "grid", "patches", "tokens"], rows)
+    stages = [[name, f"{count:,}", _bytes(count)] for name, count in made.stages.items()]
+    stages += [
+        ["workspace", f"{made.workspace_bytes:,}", _bytes(made.workspace_bytes)],
+        ["peak", f"{made.peak_bytes:,}", _bytes(made.peak_bytes)],
+    ]
+    _table(f"\n{len(made.batches)} passes, chunks of {made.rows} rows", ["stage", "bytes", ""], stages)
+    typer.echo(f"\n{made.flops / 1e12:,.3f} TFLOP")
+
+
+def _size(item: str) -> tuple[int, int]:
+    import re
+
+    match = re.fullmatch(r"(\d+)[xX×](\d+)", item)
+    if match:
+        return int(match[1]), int(match[2])
+    from moonvit.images import picture_size
+
+    if not item.lower().startswith("data:") and not Path(item).exists():
+        raise InvalidInputError(f"{_shown(item)!r} is neither a size such as 4000x3000 nor a file that exists")
+    return picture_size(item)
+
+
+def _config(model: str | None) -> Any:
+    """Configuration of a family name, or of a checkpoint."""
+    from moonvit.families import ALIASES, FAMILIES, family_config
+
+    if model is not None and not Path(model).exists():
+        known = model.lower()
+        if known in FAMILIES or known in ALIASES or known == "kimi-vl-2506" or "/" not in model:
+            return family_config(model)
+    from moonvit.checkpoint import read_config, resolve
+
+    return read_config(resolve(_model_path(model)))[0]
+
+
+@app.command()
+def check(
+    checkpoint: Annotated[
+        str | None, typer.Argument(help="Checkpoint directory or hub id; the demo by default.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Hold a checkpoint's vision tensors against what its model needs: names, shapes, dtypes, finite values."""
+    from moonvit.checkpoint import check_vision
+
+    with _console().status("reading"):
+        report = check_vision(_model_path(checkpoint))
+    if as_json:
+        _print_json(report)
+        return
+    _table(
+        f"{report['path']}: complete",
+        ["", "value"],
+        [
+            [name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value)]
+            for name, value in report.items()
+        ],
+    )
+
+
+@app.command()
+def models(as_json: Json = False) -> None:
+    """List the model families and the demo model."""
+    from moonvit.families import FAMILIES
+    from moonvit.preprocess import tokens_for
+
+    rows = []
+    for name, config in FAMILIES.items():
+        rows.append(
+            {
+                "model": name,
+                "layers": config.num_layers,
+                "width": config.hidden_size,
+                "heads": config.num_heads,
+                "language_width": config.text_hidden_size,
+                "patch_limit": config.rule.patch_limit,
+                "tokens_1024x768": tokens_for(config, 1024, 768),
+            }
+        )
+    from moonvit.engines import default_model
+
+    demo = default_model()
+    facts = json.loads((demo / "demo.json").read_text()) if (demo / "demo.json").exists() else {}
+    if as_json:
+        _print_json({"families": rows, "demo": {"path": str(demo), **facts}})
+        return
+    _table(
+        "families",
+        ["model", "layers", "width", "heads", "language width", "patch limit", "tokens of 1024x768"],
+        [[row["model"], *(f"{value:,}" for value in list(row.values())[1:])] for row in rows],
+    )
+    typer.echo(f"\ndemo model: {demo}")
+    if facts:
+        typer.echo(facts["summary"])
+
+
+@app.command()
+def serve(
+    model: Model = None,
+    engine: Annotated[str, typer.Option(help="What runs the model: embedded.")] = "embedded",
+    device: Device = "cpu",
+    dtype: Dtype = "bfloat16",
+    budget: BudgetText = "auto",
+    host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one [8000].")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Key that requests must carry as a bearer token.")] = None,
+    cors_origins: Annotated[str | None, typer.Option(help="Origins whose pages may call, separated by commas.")] = None,
+    max_body: Annotated[str | None, typer.Option(help="Bytes of one request body [64MiB].")] = None,
+    max_pending: Annotated[str | None, typer.Option(help="Bytes of all request bodies held at once [256MiB].")] = None,
+    max_images: Annotated[int | None, typer.Option(help="Pictures in one request [32].")] = None,
+    max_running: Annotated[int | None, typer.Option(help="Requests worked on at once [4].")] = None,
+    max_waiting: Annotated[int | None, typer.Option(help="Requests that may wait; the next gets 429 [32].")] = None,
+    media_hosts: Annotated[
+        str | None, typer.Option(help="Hosts that pictures may be fetched from, separated by commas; none by default.")
+    ] = None,
+    media_private: Annotated[bool | None, typer.Option(help="Let those hosts have private addresses.")] = None,
+    media_workers: Annotated[int | None, typer.Option(help="Pictures fetched at once [8].")] = None,
+    media_timeout: Annotated[float | None, typer.Option(help="Seconds for one picture address [10].")] = None,
+    body_timeout: Annotated[float | None, typer.Option(help="Seconds in which a body must arrive [60].")] = None,
+    write_timeout: Annotated[float | None, typer.Option(help="Seconds a client may stop reading [60].")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error [info].")] = None,
+) -> None:
+    """Serve a model over the OpenAI API, with a page at /. Every setting is also a variable, MOONVIT_PORT and so on."""
+    flags = dict(locals())
+    from moonvit.engines import open_engine
+    from moonvit.server import run
+    from moonvit.server.settings import load_settings
+
+    for name in ("model", "engine", "device", "dtype", "budget"):
+        del flags[name]
+    settings = load_settings(**flags)
+    with _console().status("loading the model"):
+        opened = open_engine(engine, _model_path(model), device=device, dtype=dtype, budget=budget)
+    run(opened, settings)
+
+
+def main() -> None:
+    """Run the command line and leave with the exit code of what went wrong, if anything did."""
+    try:
+        app(standalone_mode=False)
+    except MoonvitError as error:
+        typer.echo(f"moonvit: {error.message}", err=True)
+        raise SystemExit(error.exit_code) from None
+    except typer.Abort:
+        raise SystemExit(130) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    except Exception as error:
+        show = getattr(error, "show", None)
+        if show is None:
+            raise
+        show()
+        raise SystemExit(getattr(error, "exit_code", 2)) from None
