@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import http.server
+import importlib
 import io
 import json
 import logging
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,7 +23,7 @@ import pytest
 from PIL import Image
 
 from moonvit.engines import Delta, ToolCallDelta, Usage
-from moonvit.errors import BudgetError, ConfigError, EngineError, OverloadedError
+from moonvit.errors import BudgetError, ConfigError, EngineError, MissingDependencyError, OverloadedError
 from moonvit.server.queue import Admission, PendingBytes
 from moonvit.server.settings import Settings, load_settings
 from tests.fake_engine import FakeEngine
@@ -742,8 +744,12 @@ def test_the_key_is_not_shown() -> None:
     assert "s3cret" not in repr(load_settings(api_key="s3cret"))
 
 
-def test_every_setting_says_what_it_is() -> None:
-    assert all(field.description for field in Settings.model_fields.values())
+def test_every_setting_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    for name, field in Settings.model_fields.items():
+        assert field.description
+        assert f"| `{name}` | " in text
+        assert f" | {field.description} |\n" in text
 
 
 def test_the_engine_is_closed_at_the_end(engine: FakeEngine) -> None:
@@ -855,3 +861,21 @@ def test_slow_hosts_delay_nobody_else(engine: FakeEngine, pictures: str) -> None
         assert len(waits) > 10
         assert sorted(waits)[int(len(waits) * 0.99) - 1] < 0.2
         assert all(text_of(future.result()) == "[red 56x56]" for future in slow)
+
+
+def test_a_missing_package_is_named_with_the_command_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import moonvit.server
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "uvicorn" else object())
+    with pytest.raises(MissingDependencyError, match=r"needs uvicorn: pip install 'moonvit\[serve\]'"):
+        importlib.reload(moonvit.server)
+    monkeypatch.undo()
+    importlib.reload(moonvit.server)
+
+
+def test_every_setting_is_a_flag() -> None:
+    typer_main = pytest.importorskip("typer.main")
+    cli = pytest.importorskip("moonvit.cli")
+    command = typer_main.get_command(cli.app).commands["serve"]
+    names = {name for parameter in command.params for name in parameter.opts}
+    assert {"--" + name.replace("_", "-") for name in Settings.model_fields} <= names

@@ -6,7 +6,8 @@ from importlib.util import find_spec
 
 from moonvit.errors import MissingDependencyError
 
-_missing = [
+_NEEDED = ("fastapi", "uvicorn", "pydantic_settings", "prometheus_client")
+_missing = [name for name in _NEEDED if find_spec(name) is None]
     name for name in ("fastapi", "uvicorn", "pydantic_settings", "prometheus_client") if find_spec(name) is None
 ]
 if _missing:

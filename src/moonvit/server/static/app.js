@@ -13,11 +13,9 @@ function make(tag, properties = {}, ...children) {
 }
 
 function bytes(value) {
-  for (const unit of ["B", "KiB", "MiB"]) {
-    if (value < 1000) return `${value < 10 && unit !== "B" ? value.toFixed(1) : Math.round(value)} ${unit}`;
-    value /= 1024;
-  }
-  return `${value.toFixed(value < 10 ? 1 : 0)} GiB`;
+  const units = ["B", "KiB", "MiB", "GiB"];
+  for (; value >= 1000 && units.length > 1; value /= 1024) units.shift();
+  return `${value < 10 && units[0] !== "B" ? value.toFixed(1) : Math.round(value)} ${units[0]}`;
 }
 
 const count = (value) => value.toLocaleString("en");
@@ -27,8 +25,6 @@ function showError(text) {
   $("alert").hidden = !text;
 }
 
-class ServerError extends Error {}
-
 async function call(path, body, signal) {
   const headers = state.key ? { Authorization: `Bearer ${state.key}` } : {};
   if (body !== undefined) headers["Content-Type"] = "application/json";
@@ -37,12 +33,12 @@ async function call(path, body, signal) {
     response = await fetch(path, { method: body === undefined ? "GET" : "POST", headers, body, signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError("The server cannot be reached. Is it still running?");
+    throw new Error("The server cannot be reached. Is it still running?");
   }
   if (response.ok) return response;
   const detail = await response.json().catch(() => null);
   if (response.status === 401) $("key-form").hidden = false;
-  throw new ServerError(detail?.error?.message || `The server answered with status ${response.status}.`);
+  throw new Error(detail?.error?.message || `The server answered with status ${response.status}.`);
 }
 
 // ---- the model ------------------------------------------------------------------------------------------------------
@@ -87,7 +83,7 @@ const readUrl = (file) =>
   new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result);
-    reader.onerror = () => reject(new ServerError("the file cannot be read."));
+    reader.onerror = () => reject(new Error("the file cannot be read."));
     reader.readAsDataURL(file);
   });
 
@@ -137,10 +133,7 @@ function draw(canvas, picture, width) {
   pen.clip(padding);
   pen.strokeStyle = "rgb(255 190 90 / .75)";
   pen.beginPath();
-  for (let x = -height; x < width; x += 6) {
-    pen.moveTo(x, height);
-    pen.lineTo(x + height, 0);
-  }
+  for (let x = -height; x < width; x += 6) pen.moveTo(x, height), pen.lineTo(x + height, 0);
   pen.stroke();
   pen.restore();
 
@@ -149,14 +142,8 @@ function draw(canvas, picture, width) {
     pen.strokeStyle = color;
     pen.lineWidth = thick;
     pen.beginPath();
-    for (let column = 0; column <= columns; column += step) {
-      pen.moveTo((column * width) / columns, 0);
-      pen.lineTo((column * width) / columns, height);
-    }
-    for (let row = 0; row <= rows; row += step) {
-      pen.moveTo(0, (row * height) / rows);
-      pen.lineTo(width, (row * height) / rows);
-    }
+    for (let x = 0; x < width + 1; x += (step * width) / columns) pen.moveTo(x, 0), pen.lineTo(x, height);
+    for (let y = 0; y < height + 1; y += (step * height) / rows) pen.moveTo(0, y), pen.lineTo(width, y);
     pen.stroke();
   };
   const cell = width / columns;
@@ -304,7 +291,7 @@ async function* events(response) {
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read();
-    if (done) throw new ServerError("The connection broke before the answer was complete.");
+    if (done) throw new Error("The connection broke before the answer was complete.");
     const pieces = (rest + value).split("\n\n");
     rest = pieces.pop();
     for (const piece of pieces) {
@@ -376,7 +363,7 @@ async function ask() {
   try {
     const response = await call("/v1/chat/completions", body, run.signal);
     for await (const event of events(response)) {
-      if (event.error) throw new ServerError(event.error.message);
+      if (event.error) throw new Error(event.error.message);
       usage = event.usage || usage;
       for (const choice of event.choices) {
         first ||= performance.now();
