@@ -8,8 +8,6 @@ from moonvit.errors import MissingDependencyError
 
 _NEEDED = ("fastapi", "uvicorn", "pydantic_settings", "prometheus_client")
 _missing = [name for name in _NEEDED if find_spec(name) is None]
-    name for name in ("fastapi", "uvicorn", "pydantic_settings", "prometheus_client") if find_spec(name) is None
-]
 if _missing:
     raise MissingDependencyError(f"the server needs {', '.join(_missing)}: pip install 'moonvit[serve]'")
 
