@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from moonvit import checkpoint
 from moonvit.checkpoint import (
+    check_vision,
     config_dicts,
     expected_shapes,
     known_names,
@@ -22,6 +23,7 @@ from moonvit.checkpoint import (
     load_vision,
     read_config,
     resolve,
+    save_tensors,
     save_vision,
     vision_shards,
 )
@@ -422,3 +424,47 @@ def test_without_the_hub_package(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MissingDependencyError, match="pip install huggingface_hub"):
         resolve("moonshotai/Kimi-K2.5")
     assert "huggingface_hub" not in vars(checkpoint)
+
+
+# ---- looking without loading ----------------------------------------------------------------------------------------
+
+
+def test_check_vision_describes_a_checkpoint(k25: VisionModel, tmp_path: Path) -> None:
+    save_vision(k25.to(torch.bfloat16), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    shard(state_of(k25), tmp_path)["text"].unlink()
+    report = check_vision(tmp_path)
+    parameters = sum(parameter.numel() for parameter in k25.parameters())
+    assert report == {
+        "path": str(tmp_path),
+        "family": "kimi-k2.5",
+        "layers": 3,
+        "width": 72,
+        "language_width": 48,
+        "shards": 2,
+        "tensors": len(k25.state_dict()),
+        "parameters": parameters,
+        "bytes": 2 * parameters,
+        "dtypes": "BF16",
+    }
+
+
+def test_check_vision_names_tensors_that_are_not_finite(k25: VisionModel, tmp_path: Path) -> None:
+    with torch.no_grad():
+        k25.vision_tower.encoder.blocks[2].wo.bias[5] = torch.inf
+    save_vision(k25, tmp_path)
+    with pytest.raises(CheckpointError, match=r"1 tensor\(s\) hold NaN or infinity: .*blocks\.2\.wo\.bias$"):
+        check_vision(tmp_path)
+    state = state_of(k25)
+    del state["mm_projector.pre_norm.bias"]
+    write(state, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 missing: mm_projector\.pre_norm\.bias"):
+        check_vision(tmp_path)
+
+
+def test_save_tensors_takes_them_as_they_are(tmp_path: Path) -> None:
+    features = torch.arange(12.0).view(3, 4)
+    save_tensors({"a": features.T, "b": features[:, 1]}, tmp_path / "f.safetensors", {"model": "x"})
+    with safe_open(tmp_path / "f.safetensors", "pt") as file:
+        assert file.metadata() == {"model": "x"}
+        assert torch.equal(file.get_tensor("a"), features.T) and torch.equal(file.get_tensor("b"), features[:, 1])
