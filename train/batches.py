@@ -166,7 +166,7 @@ class Stream(IterableDataset[Batch]):
         most: Sequences of a batch at most.
     """
 
-    def __init__(self, seed: int, cells: int, patches: int, easy: float, most: int = 80) -> None:
+    def __init__(self, seed: str, cells: int, patches: int, easy: float, most: int = 80) -> None:
         self.seed, self.cells, self.patches, self.easy, self.most = seed, cells, patches, easy, most
 
     def __iter__(self) -> Iterator[Batch]:

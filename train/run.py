@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -109,6 +110,30 @@ class Trainer:
         )
         part.replace(self.folder / "state.pt")
 
+    def average(self, steps: int, pictures: int, stop: bool) -> bool:
+        """Meet the other processes: weights become the mean of all, weighted by the steps each has made.
+
+        Args:
+            steps: Steps since the last meeting.
+            pictures: Pictures since the last meeting.
+            stop: This process wants to end.
+
+        Returns:
+            Whether any process wants to end.
+        """
+        shared = [*self.masters, *(buffer for _, buffer in self._buffers())]
+        flat = torch.cat([value.detach().flatten() for value in shared]) * steps
+        news = torch.tensor([steps, pictures, float(stop)], dtype=torch.float64)
+        dist.all_reduce(flat)
+        dist.all_reduce(news)
+        flat /= news[0].item()
+        with torch.no_grad():
+            for value, mean in zip(shared, flat.split([value.numel() for value in shared]), strict=True):
+                value.copy_(mean.view_as(value))
+        self.pictures += int(news[1].item()) - pictures
+        self._publish()
+        return bool(news[2].item())
+
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Answer loss, dense-label loss, and which answers are exact.
 
@@ -158,7 +183,7 @@ class Trainer:
         nn.utils.clip_grad_norm_(self.masters, 1.0)
         for optimiser in (self.muon, self.adam):
             for group in optimiser.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * (2 if optimiser is self.muon else 1)
             optimiser.step()
         self._publish()
         self.steps += 1
@@ -196,8 +221,15 @@ def main() -> None:
     parser.add_argument("--patches", type=int, default=5000, help="patches of a batch")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--stages", type=float, default=1.0, help="stretches the curriculum")
+    parser.add_argument("--peers", type=int, default=1, help="processes that train together, one core each")
+    parser.add_argument("--rank", type=int, default=0, help="number of this one; 0 writes the log and the state")
+    parser.add_argument("--meet", type=float, default=45, help="seconds between two meetings of the peers")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.peers > 1:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        place = f"file://{(options.folder / 'peers').resolve()}"
+        dist.init_process_group("gloo", init_method=place, rank=options.rank, world_size=options.peers)
     trainer = Trainer(options.folder, options.rate)
     stop = False
 
@@ -212,15 +244,20 @@ def main() -> None:
     exact: dict[str, list[int]] = {kind: [0, 0] for kind in KINDS}
     sums = [0.0, 0.0, 0]
     stage = -1
-    while not stop:
+    met, met_steps, met_pictures = begin, trainer.steps, trainer.pictures
+    while True:
         now = time.monotonic()
-        if now - begin > options.minutes * 60:
+        stop = stop or now - begin > options.minutes * 60
+        if options.peers > 1 and (stop or now - met > options.meet):
+            stop = trainer.average(trainer.steps - met_steps, trainer.pictures - met_pictures, stop)
+            met, met_steps, met_pictures = time.monotonic(), trainer.steps, trainer.pictures
+        if stop:
             break
         current = max(i for i, (start, _, _) in enumerate(STAGES) if trainer.pictures >= start * options.stages)
         if current != stage:
             stage = current
             _, cells, easy = STAGES[stage]
-            stream = Stream(trainer.steps, cells, options.patches, easy)
+            stream = Stream(f"{trainer.steps}.{options.rank}", cells, options.patches, easy)
             loader = iter(DataLoader(stream, batch_size=None, num_workers=1, prefetch_factor=6))
         batch = next(loader)
         left = options.minutes * 60 - (now - begin)
@@ -235,7 +272,7 @@ def main() -> None:
         for kind, ok in zip(batch.kinds.tolist(), right.tolist(), strict=True):
             exact[KINDS[kind]][0] += ok
             exact[KINDS[kind]][1] += 1
-        if now - last > 60:
+        if options.rank == 0 and now - last > 60:
             trainer.spent = already + now - begin
             row = {
                 "minutes": round(trainer.spent / 60, 1),
@@ -254,11 +291,12 @@ def main() -> None:
             exact = {kind: [0, 0] for kind in KINDS}
             sums = [0.0, 0.0, 0]
             last = now
-        if now - saved > 180:
+        if options.rank == 0 and now - saved > 180:
             trainer.save()
             saved = now
-    trainer.spent = already + time.monotonic() - begin
-    trainer.save()
+    if options.rank == 0:
+        trainer.spent = already + time.monotonic() - begin
+        trainer.save()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,5 @@
+"""``python -m moonvit``."""
+
+from moonvit.cli import main
+
+main()

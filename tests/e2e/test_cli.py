@@ -1,0 +1,130 @@
+"""The command line as a person or a script meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from safetensors import safe_open
+
+from moonvit import errors
+from moonvit.engines import default_model
+
+COMMANDS = ("encode", "ask", "plan", "check", "models", "serve", "compare")
+
+
+def moonvit(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "moonvit", *words],
+        env={**os.environ, "COLUMNS": "100", **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("cli") / "picture.png"
+    Image.new("RGB", (120, 90), "navy").save(path)
+    return str(path)
+
+
+def test_help_names_every_command_and_loads_no_torch() -> None:
+    done = moonvit("--help")
+    assert done.returncode == 0
+    for command in COMMANDS:
+        assert f" {command} " in done.stdout
+    code = "import sys\nfrom moonvit.cli import app\nassert 'torch' not in sys.modules and 'PIL' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str) -> None:
+    done = moonvit(command, "--help")
+    assert done.returncode == 0 and "Usage" in done.stdout and len(done.stdout.splitlines()) > 5
+
+
+def test_plan_needs_no_weights_and_no_torch(picture: str) -> None:
+    done = moonvit("plan", "--model", "kimi-k3", "4000x3000", picture, "--json")
+    document = json.loads(done.stdout)
+    assert document["images"][0] == {"grid": [1, 216, 286], "patches": 61776, "tokens": 15444}
+    assert document["tokens"] == 15444 + document["images"][1]["tokens"]
+    assert document["peak_bytes"] > document["workspace_bytes"] > document["stages"]["kv"]
+    table = moonvit("plan", "--model", "kimi-k3", "4000x3000", picture).stdout
+    assert "15,444" in table and "workspace" in table and "TFLOP" in table
+    code = (
+        "import sys\nfrom moonvit.cli import app\n"
+        "app(['plan', '-m', 'kimi-k3', '4000x3000'], standalone_mode=False)\nassert 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_encode_writes_features(picture: str, tmp_path: Path) -> None:
+    out = tmp_path / "features.safetensors"
+    done = moonvit("encode", picture, picture, "-o", str(out), "--json")
+    document = json.loads(done.stdout)
+    assert len(document["images"]) == 2
+    with safe_open(out, "pt") as file:
+        tensors = [file.get_tensor(f"features.{number}") for number in range(2)]
+        described = json.loads(file.metadata()["images"])
+    assert list(tensors[0].shape) == document["images"][0]["shape"] == [20, 192]
+    assert described[1]["source_size"] == [120, 90]
+    assert tensors[0].equal(tensors[1]) and tensors[0].isfinite().all() and tensors[0].std() > 0
+
+
+def test_ask_and_the_same_seed_give_the_same_text(picture: str) -> None:
+    words = ("ask", "-i", picture, "What colour is it?", "--max-tokens", "8")
+    first, second = (json.loads(moonvit(*words, "--temperature", "1", "--seed", "7", "--json").stdout) for _ in range(2))
+    assert first["content"] == second["content"]
+    assert first["usage"]["image_tokens"] == 20
+    assert moonvit(*words).stdout.strip()
+
+
+def test_check_says_what_a_checkpoint_holds(tmp_path: Path) -> None:
+    report = json.loads(moonvit("check", "--json").stdout)
+    assert report["family"] == "kimi-k2.5" and report["shards"] == 1 and report["tensors"] > 70
+    for file in default_model().iterdir():
+        if file.suffix == ".json" and "index" not in file.name:
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    done = moonvit("check", str(tmp_path))
+    assert done.returncode == errors.CheckpointError.exit_code
+    assert done.stderr.startswith("moonvit: ") and done.stderr.count("\n") == 1
+
+
+def test_models_lists_families_and_the_demo() -> None:
+    document = json.loads(moonvit("models", "--json").stdout)
+    assert [row["model"] for row in document["families"]] == ["kimi-vl", "kimi-k2.5", "kimi-k3"]
+    assert document["demo"]["accuracy"] >= 0.95
+    assert "kimi-k3" in moonvit("models").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "said"),
+    [
+        (("plan", "-m", "kimi-k9", "10x10"), errors.ConfigError, "kimi-k9"),
+        (("plan", "-m", "kimi-vl", "20000x1"), errors.ImageError, "20000 x 1"),
+        (("plan", "nothing.png"), errors.InvalidInputError, "nothing.png"),
+        (("plan", "-m", "kimi-k3", "4000x3000", "--budget", "1MiB"), errors.BudgetError, "1048576"),
+        (("plan", "-m", "kimi-k3", "4000x3000", "--budget", "lots"), errors.ConfigError, "lots"),
+        (("encode", "nothing.png"), errors.ImageError, "nothing.png"),
+        (("ask", "-m", "/nowhere", "hello"), errors.CheckpointError, "/nowhere"),
+    ],
+)
+def test_errors_are_one_line_with_their_exit_code(
+    words: tuple[str, ...], error: type[errors.MoonvitError], said: str
+) -> None:
+    done = moonvit(*words)
+    assert done.returncode == error.exit_code, done.stderr
+    assert said in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_a_wrong_option_is_refused() -> None:
+    done = moonvit("plan", "10x10", "--colour")
+    assert done.returncode == 2 and "--colour" in done.stderr
