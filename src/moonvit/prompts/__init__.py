@@ -28,18 +28,21 @@ __all__ = [
 ]
 
 
-def chat_format(config: Mapping[str, Any], directory: str | Path) -> ChatFormat:
+def chat_format(config: Mapping[str, Any], directory: str | Path, *, preserve_thinking: bool = False) -> ChatFormat:
     """The chat format of a checkpoint.
 
     Args:
         config: Content of its ``config.json``.
         directory: Where its tokenizer, and ``generation_config.json`` if it has one, are.
+        preserve_thinking: Keep the thinking of every earlier answer in the prompt, as K2.6 can and K2.7-Code always
+            does; they cannot be told from K2.5 by their files. Kimi-VL has no such choice.
 
     Returns:
         The format that ``model_type`` asks for.
 
     Raises:
-        ConfigError: If no format is known for the model type, or the files contradict each other.
+        ConfigError: If no format is known for the model type, the files contradict each other, or
+            ``preserve_thinking`` is asked of a Kimi-VL.
         MissingDependencyError: If the package that reads the tokenizer is not installed.
     """
     folder = Path(directory)
@@ -50,8 +53,10 @@ def chat_format(config: Mapping[str, Any], directory: str | Path) -> ChatFormat:
     placeholder = placeholder_id(config, tokenizer)
     eos = _eos_ids(config, folder, tokenizer)
     if kind == "kimi_vl":
+        if preserve_thinking:
+            raise ConfigError("preserve_thinking is True, but the format of kimi_vl holds no thinking")
         return KimiVLFormat(tokenizer, placeholder, eos)
-    return KimiK25Format(tokenizer, placeholder, eos)
+    return KimiK25Format(tokenizer, placeholder, eos, preserve_thinking=preserve_thinking)
 
 
 def _eos_ids(config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer) -> list[int]:

@@ -82,7 +82,8 @@ class KimiK25Format:
             messages: The turns.
             image_tokens: Feature rows of every picture of the messages, in order.
             tools: Tools the model may call, in the OpenAI shape.
-            thinking: False closes the think block at once; None and True leave it open.
+            thinking: False closes the think block at once and drops the thinking of earlier turns, unless all of it
+                is to be preserved; None and True leave it open.
 
         Returns:
             The ids and the places of the pictures.
@@ -99,7 +100,7 @@ class KimiK25Format:
             writer.text(declare(tools))
             writer.special("<|im_end|>")
         answers = [i for i, message in enumerate(messages) if message.role == "assistant" and not message.tool_calls]
-        settled = -1 if self.preserve_thinking or not answers else answers[-1]
+        settled = answers[-1] if answers else -1
         calls = 0
         for index, message in enumerate(messages):
             self._open(writer, message)
@@ -107,7 +108,8 @@ class KimiK25Format:
                 writer.text(f"## Return of {message.tool_call_id or ''}\n")
             if message.role == "assistant":
                 writer.special("<think>")
-                if index > settled and message.reasoning:
+                wanted = self.preserve_thinking or (index > settled and thinking is not False)
+                if wanted and message.reasoning:
                     writer.text(message.reasoning)
                 writer.special("</think>")
             self._content(writer, message)

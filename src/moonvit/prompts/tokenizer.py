@@ -138,7 +138,9 @@ class Tokenizer:
         try:
             return b"".join([self._bytes[number] for number in ids])
         except KeyError as error:
-            raise ConfigError(f"token id {error.args[0]} is not in the vocabulary of {self.vocab_size} tokens") from None
+            raise ConfigError(
+                f"token id {error.args[0]} is not in the vocabulary of {self.vocab_size} tokens"
+            ) from None
 
 
 def _slices(text: str) -> Iterator[str]:
@@ -236,7 +238,9 @@ def _from_json(path: Path) -> tuple[dict[int, bytes], dict[str, int], Callable[[
     try:
         base = {number: bytes([byte_of[char] for char in token]) for token, number in vocabulary.items()}
     except KeyError as error:
-        raise ConfigError(f"{path} has an ordinary token with {error.args[0]!r}, which is no byte-level letter") from None
+        raise ConfigError(
+            f"{path} has an ordinary token with {error.args[0]!r}, which is no byte-level letter"
+        ) from None
     # Without its added tokens the backend has no name it could find in a text, whether flagged special or not.
     whole |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
     whole["model"] = model | {"vocab": vocabulary}
