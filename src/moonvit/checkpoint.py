@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -283,12 +283,12 @@ def load_vision(
     local = resolve(path)
     config = model_or_config.config if isinstance(model_or_config, VisionModel) else model_or_config
     shards = vision_shards(local)
-    check(config, [header for shard, names in shards.items() for header in _headers(shard, names)], str(local))
+    check(config, [header for shard, names in shards.items() for header in read_headers(shard, names)], str(local))
     if isinstance(model_or_config, VisionModel):
         model = model_or_config
     else:
         model = VisionModel.empty(config, dtype or torch.float32, device or "cpu")
-    load_tensors(model, _read(shards))
+    load_tensors(model, read_tensors(shards))
     return model.eval()
 
 
@@ -305,19 +305,36 @@ def vision_shards(path: str | Path) -> dict[Path, list[str]]:
         CheckpointError: There is neither an index nor ``model.safetensors``, the index is broken, or a file it names
             is not there.
     """
+    return shards_with(path, is_vision)
+
+
+def shards_with(path: str | Path, wanted: Callable[[str], bool]) -> dict[Path, list[str]]:
+    """The files of a local checkpoint that hold some tensors, without opening others.
+
+    Args:
+        path: Checkpoint directory or safetensors file.
+        wanted: Says of a name whether it is one of them.
+
+    Returns:
+        File -> names of the wanted tensors in it.
+
+    Raises:
+        CheckpointError: There is neither an index nor ``model.safetensors``, the index is broken, or a file it names
+            is not there.
+    """
     path = Path(path)
     if path.is_file():
-        return {path: _vision_names(path)}
+        return {path: _names(path, wanted)}
     if not (path / INDEX).is_file():
         if not (path / SINGLE).is_file():
             raise CheckpointError(f"{path} holds neither {INDEX} nor {SINGLE}")
-        return {path / SINGLE: _vision_names(path / SINGLE)}
-    weight_map = _read_json(path / INDEX).get("weight_map")
+        return {path / SINGLE: _names(path / SINGLE, wanted)}
+    weight_map = read_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, Mapping):
         raise CheckpointError(f"{path / INDEX} has no weight_map")
     shards: dict[Path, list[str]] = {}
     for name, file in weight_map.items():
-        if is_vision(name):
+        if wanted(name):
             if not isinstance(file, str) or Path(file).name != file:
                 raise CheckpointError(f"{path / INDEX}: {name} is said to be in {file!r}, which is not a file name")
             shards.setdefault(path / file, []).append(name)
@@ -327,20 +344,43 @@ def vision_shards(path: str | Path) -> dict[Path, list[str]]:
     return shards
 
 
-def _vision_names(file: Path) -> list[str]:
-    with _opened(file) as tensors:
-        return [name for name in tensors.keys() if is_vision(name)]  # noqa: SIM118 - not a mapping
+def _names(file: Path, wanted: Callable[[str], bool]) -> list[str]:
+    with open_shard(file) as tensors:
+        return [name for name in tensors.keys() if wanted(name)]  # noqa: SIM118 - not a mapping
 
 
-def _opened(file: Path) -> Any:
+def open_shard(file: Path) -> Any:
+    """Open a safetensors file.
+
+    Args:
+        file: Which.
+
+    Returns:
+        What ``safetensors.safe_open`` gives, to be used in a ``with`` statement.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
 
 
-def _headers(file: Path, names: list[str]) -> Iterator[Header]:
-    with _opened(file) as tensors:
+def read_headers(file: Path, names: list[str]) -> Iterator[Header]:
+    """What a file says of some of its tensors, without their values.
+
+    Args:
+        file: Which.
+        names: Those of them that it does not have are passed over.
+
+    Yields:
+        Name, shape and dtype of each.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    with open_shard(file) as tensors:
         present = set(tensors.keys())
         for name in names:
             if name in present:  # a name the index has and the shard has not is reported as missing
@@ -348,14 +388,36 @@ def _headers(file: Path, names: list[str]) -> Iterator[Header]:
                 yield Header(name, tuple(view.get_shape()), view.get_dtype())
 
 
-def _read(shards: Mapping[Path, list[str]]) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors(shards: Mapping[Path, list[str]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of some files, one at a time, on the CPU.
+
+    Args:
+        shards: File -> names to read from it.
+
+    Yields:
+        Name and values.
+
+    Raises:
+        CheckpointError: A file cannot be read.
+    """
     for file, names in shards.items():
-        with _opened(file) as tensors:
+        with open_shard(file) as tensors:
             for name in names:
                 yield name, tensors.get_tensor(name)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Args:
+        file: Which.
+
+    Returns:
+        Its content.
+
+    Raises:
+        CheckpointError: It is not there, not JSON, or not an object.
+    """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -381,16 +443,17 @@ def read_config(path: str | Path) -> tuple[VisionConfig, dict[str, Any]]:
     """
     local = resolve(path)
     directory = local if local.is_dir() else local.parent
-    raw = _read_json(directory / CONFIG)
+    raw = read_json(directory / CONFIG)
     preprocessor = directory / PREPROCESSOR
-    return config_from_dict(raw, _read_json(preprocessor) if preprocessor.is_file() else None), raw
+    return config_from_dict(raw, read_json(preprocessor) if preprocessor.is_file() else None), raw
 
 
-def resolve(path: str | Path) -> Path:
+def resolve(path: str | Path, *, whole: bool = False) -> Path:
     """Find a checkpoint on this machine, or bring its vision files from the hub.
 
     Args:
         path: Directory, file, or ``owner/name``.
+        whole: Bring the language model and the tokenizer too; never any code.
 
     Returns:
         A local directory or file.
@@ -411,10 +474,12 @@ def resolve(path: str | Path) -> Path:
             f"{path} is not a local path; to bring it from the Hugging Face hub: pip install huggingface_hub"
         ) from error
     try:
+        if whole:
+            return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "tiktoken.model"]))
         directory = Path(snapshot_download(str(path), allow_patterns=[CONFIG, PREPROCESSOR, INDEX]))
         files = [SINGLE]
         if (directory / INDEX).is_file():
-            weight_map = _read_json(directory / INDEX).get("weight_map") or {}
+            weight_map = read_json(directory / INDEX).get("weight_map") or {}
             files = sorted({file for name, file in weight_map.items() if is_vision(name)})
         return Path(snapshot_download(str(path), allow_patterns=[CONFIG, PREPROCESSOR, INDEX, *files]))
     except CheckpointError:
@@ -547,10 +612,10 @@ def check_vision(path: str | Path) -> dict[str, Any]:
     local = resolve(path)
     config, _ = read_config(local)
     shards = vision_shards(local)
-    headers = [header for shard, names in shards.items() for header in _headers(shard, names)]
+    headers = [header for shard, names in shards.items() for header in read_headers(shard, names)]
     check(config, headers, str(local))
     broken, size = [], 0
-    for name, tensor in _read(shards):
+    for name, tensor in read_tensors(shards):
         size += tensor.nbytes
         if not tensor.isfinite().all():
             broken.append(name)
