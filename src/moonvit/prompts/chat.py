@@ -111,6 +111,22 @@ class Writer:
             self._text = []
 
 
+def require(tokenizer: Tokenizer, names: Sequence[str], family: str) -> None:
+    """Refuse a vocabulary that a format cannot be written with, before any request needs it.
+
+    Args:
+        tokenizer: The vocabulary.
+        names: Special tokens of the format.
+        family: Its name, for the message.
+
+    Raises:
+        ConfigError: Naming every token that is missing.
+    """
+    missing = [name for name in names if name not in tokenizer.specials]
+    if missing:
+        raise ConfigError(f"the vocabulary lacks special tokens of the {family} format: {', '.join(missing)}")
+
+
 def placeholder_id(config: Mapping[str, Any], tokenizer: Tokenizer) -> int:
     """Id of the picture placeholder, on which configuration and vocabulary must agree.
 

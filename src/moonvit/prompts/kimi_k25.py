@@ -10,37 +10,40 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from moonvit.prompts.chat import Prompt, Writer, check, parts_of
+from moonvit.prompts.chat import Prompt, Writer, check, parts_of, require
 from moonvit.prompts.messages import ImagePart, Message
 from moonvit.prompts.parser import Mark, OutputParser
 from moonvit.prompts.tokenizer import Tokenizer
 from moonvit.prompts.tools import declare
 
-MARKERS: Final[Mapping[str, Mark]] = {
+STRUCTURE: Final = (
+    "<|im_end|>",
+    "<|im_user|>",
+    "<|im_assistant|>",
+    "<|im_system|>",
+    "<|im_middle|>",
+    "<|media_begin|>",
+    "<|media_content|>",
+    "<|media_end|>",
+    "<|media_pad|>",
+)
+"""Special tokens that turns and pictures are written with."""
+SPECIAL_MARKERS: Final[Mapping[str, Mark]] = {
     "<think>": Mark.THINK,
     "</think>": Mark.END_THINK,
     "<|tool_calls_section_begin|>": Mark.SECTION,
     "<|tool_calls_section_end|>": Mark.END_SECTION,
-    # Some answers spell the section in the singular, which is no special token.
-    "<|tool_call_section_begin|>": Mark.SECTION,
-    "<|tool_call_section_end|>": Mark.END_SECTION,
     "<|tool_call_begin|>": Mark.CALL,
     "<|tool_call_argument_begin|>": Mark.ARGUMENTS,
     "<|tool_call_end|>": Mark.END_CALL,
-    **dict.fromkeys(
-        [
-            "<|im_end|>",
-            "<|im_user|>",
-            "<|im_assistant|>",
-            "<|im_system|>",
-            "<|im_middle|>",
-            "<|media_begin|>",
-            "<|media_content|>",
-            "<|media_end|>",
-            "<|media_pad|>",
-        ],
-        Mark.NOISE,
-    ),
+}
+"""Special tokens of thinking and tool calls."""
+MARKERS: Final[Mapping[str, Mark]] = {
+    **SPECIAL_MARKERS,
+    # Some answers spell the section in the singular, which is no special token.
+    "<|tool_call_section_begin|>": Mark.SECTION,
+    "<|tool_call_section_end|>": Mark.END_SECTION,
+    **dict.fromkeys(STRUCTURE, Mark.NOISE),
 }
 """What an answer may hold that is no text."""
 
@@ -53,6 +56,12 @@ class KimiK25Format:
         placeholder_id: Id that stands for one row of picture features.
         eos_ids: Ids beside ``<|im_end|>`` that end an answer.
         preserve_thinking: Keep the thinking of every earlier answer, as K2.6 does on request and K2.7-Code always.
+
+    Raises:
+        ConfigError: If the vocabulary lacks a special token of the format.
+
+    Raises:
+        ConfigError: If the vocabulary lacks a special token of the format.
     """
 
     def __init__(
@@ -63,6 +72,7 @@ class KimiK25Format:
         *,
         preserve_thinking: bool = False,
     ) -> None:
+        require(tokenizer, [*STRUCTURE, *SPECIAL_MARKERS], "Kimi-K2.5")
         self.tokenizer = tokenizer
         self.placeholder_id = placeholder_id
         self.stop_ids = frozenset([tokenizer.special_id("<|im_end|>"), *eos_ids])

@@ -11,30 +11,29 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from moonvit.errors import PromptError
-from moonvit.prompts.chat import Prompt, Writer, check, parts_of
+from moonvit.prompts.chat import Prompt, Writer, check, parts_of, require
 from moonvit.prompts.messages import ImagePart, Message
 from moonvit.prompts.parser import Mark, OutputParser
 from moonvit.prompts.tokenizer import Tokenizer
 
 DEFAULT_SYSTEM: Final = "You are a helpful assistant"
 """System message of a conversation that does not begin with one."""
+STRUCTURE: Final = (
+    "<|im_end|>",
+    "<|im_user|>",
+    "<|im_assistant|>",
+    "<|im_system|>",
+    "<|im_middle|>",
+    "<|media_start|>",
+    "<|media_content|>",
+    "<|media_end|>",
+    "<|media_pad|>",
+)
+"""Special tokens that turns and pictures are written with."""
 MARKERS: Final[Mapping[str, Mark]] = {
     "◁think▷": Mark.THINK,
     "◁/think▷": Mark.END_THINK,
-    **dict.fromkeys(
-        [
-            "<|im_end|>",
-            "<|im_user|>",
-            "<|im_assistant|>",
-            "<|im_system|>",
-            "<|im_middle|>",
-            "<|media_start|>",
-            "<|media_content|>",
-            "<|media_end|>",
-            "<|media_pad|>",
-        ],
-        Mark.NOISE,
-    ),
+    **dict.fromkeys(STRUCTURE, Mark.NOISE),
 }
 """What an answer may hold that is no text."""
 
@@ -46,9 +45,13 @@ class KimiVLFormat:
         tokenizer: The vocabulary.
         placeholder_id: Id that stands for one row of picture features.
         eos_ids: Ids beside ``<|im_end|>`` that end an answer.
+
+    Raises:
+        ConfigError: If the vocabulary lacks a special token of the format.
     """
 
     def __init__(self, tokenizer: Tokenizer, placeholder_id: int, eos_ids: Sequence[int] = ()) -> None:
+        require(tokenizer, STRUCTURE, "Kimi-VL")
         self.tokenizer = tokenizer
         self.placeholder_id = placeholder_id
         self.stop_ids = frozenset([tokenizer.special_id("<|im_end|>"), *eos_ids])
