@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from moonvit.errors import CheckpointError, ConfigError, MissingDependencyError
-from moonvit.families import PATCH, PREFIXES, VisionConfig, config_from_dict
+from moonvit.errors import CheckpointError, MissingDependencyError
+from moonvit.families import PREFIXES, VisionConfig, config_dicts, config_from_dict
 from moonvit.model import VisionModel
 
 Spelling = Literal["official", "transformers", "runtime"]
@@ -524,63 +524,6 @@ def save_vision(model: VisionModel, path: str | Path, spelling: Spelling = "offi
             ).clone()
     prefix = "model." if spelling == "transformers" else ""
     save_file({prefix + name: tensor for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
-
-
-def config_dicts(config: VisionConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A configuration in the schema of the official files, vision alone.
-
-    Args:
-        config: Which model.
-
-    Returns:
-        ``config.json`` and ``preprocessor_config.json``. Reading them back gives ``config`` again.
-
-    Raises:
-        ConfigError: It has a value those files have no field for.
-    """
-    model_type = {"kimi-vl": "kimi_vl", "kimi-k2.5": "kimi_k25", "kimi-k3": "kimi_k3"}[config.family]
-    vision: dict[str, Any] = {
-        "patch_size": PATCH,
-        "merge_kernel_size": [2, 2],
-        "init_pos_emb_height": config.pos_emb_height,
-        "init_pos_emb_width": config.pos_emb_width,
-        "pos_emb_interpolation_mode": config.pos_emb_mode,
-        "norm_type": config.norm,
-        "vision_norm_eps": config.norm_eps,
-        "qkv_hidden_size": config.qkv_size,
-        "attn_bias": config.attn_bias,
-        "linear_bias": config.linear_bias,
-        "patch_embed_proj_bias": config.patch_bias,
-        "mm_projector_type": "patchmerger" if config.projector == "pre_norm" else "patchmergerv2",
-        "mm_hidden_size": config.hidden_size,
-        "projector_ln_eps": config.projector_norm_eps,
-        "text_hidden_size": config.text_hidden_size,
-    }
-    sizes = {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-    }
-    vision |= sizes if config.family == "kimi-vl" else {f"vt_{name}": value for name, value in sizes.items()}
-    rule, patches = config.rule, {"patch_size": PATCH, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    if config.family == "kimi-vl":
-        limits = {"merge_kernel_size": [2, 2], "in_token_limit": rule.patch_limit, "pad_input": rule.pad}
-        preprocessor = patches | limits
-    else:
-        vision["init_pos_emb_time"] = config.pos_emb_time
-        limits = {
-            "merge_kernel_size": 2,
-            "in_patch_limit": rule.patch_limit,
-            "patch_limit_on_one_side": rule.side_limit,
-        }
-        if rule.frame_patch_limit:
-            limits["in_patch_limit_each_frame"] = rule.frame_patch_limit
-        preprocessor = {"media_proc_cfg": patches | limits}
-    raw = {"model_type": model_type, "vision_config": vision}
-    if config_from_dict(raw, preprocessor) != config:
-        raise ConfigError(f"config.json cannot express {config}")
-    return raw, preprocessor
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: dict[str, str]) -> None:

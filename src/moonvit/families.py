@@ -191,11 +191,12 @@ def family_config(name: str, **overrides: Any) -> VisionConfig:
         ConfigError: The family or a field is unknown, or the fields contradict each other.
     """
     key = name.lower()
+    family: Any = ALIASES.get(key) or key
     if key == "kimi-vl-2506":
         base = FAMILIES["kimi-vl"]
         base = replace(base, rule=replace(base.rule, patch_limit=16384))
-    elif ALIASES.get(key, key) in FAMILIES:
-        base = FAMILIES[ALIASES.get(key, key)]  # type: ignore[index]
+    elif family in FAMILIES:
+        base = FAMILIES[family]
     else:
         known = ", ".join([*FAMILIES, "kimi-vl-2506"])
         raise ConfigError(f"unknown model family {name!r}; known: {known}", param="model")
@@ -297,9 +298,14 @@ def config_from_dict(config: Any, preprocessor: Mapping[str, Any] | None = None)
         names = {f"vision_config.{name}": _get(vision, name) for name in spellings}
         if field == "text_hidden_size":
             names["text_config.hidden_size"] = _get(text, "hidden_size")
+        if field == "projector_norm_eps":
+            names["projection_layer_norm_eps"] = _get(config, "projection_layer_norm_eps")
         value = _agreed(names)
         if value is not None:
             found[field] = value
+    rope_theta = _get(_get(vision, "rope_parameters"), "rope_theta")
+    if rope_theta is not None:
+        found["rope_theta"] = rope_theta
     for name, allowed in _FIXED.items():
         value = _get(vision, name)
         if value is not None and value not in allowed and not (name == "merge_kernel_size" and list(value) == [2, 2]):
@@ -385,3 +391,60 @@ def rule_from_dict(config: VisionConfig, preprocessor: Mapping[str, Any]) -> Ima
             raise ConfigError(f"transparent_bg_config = {background!r} is not supported", param="transparent_bg_config")
         changes["alpha"] = "chessboard"
     return replace(config.rule, **changes)
+
+
+def config_dicts(config: VisionConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A configuration in the schema of the official files, vision alone.
+
+    Args:
+        config: Which model.
+
+    Returns:
+        ``config.json`` and ``preprocessor_config.json``. Reading them back gives ``config`` again.
+
+    Raises:
+        ConfigError: It has a value those files have no field for.
+    """
+    model_type = {"kimi-vl": "kimi_vl", "kimi-k2.5": "kimi_k25", "kimi-k3": "kimi_k3"}[config.family]
+    vision: dict[str, Any] = {
+        "patch_size": PATCH,
+        "merge_kernel_size": [2, 2],
+        "init_pos_emb_height": config.pos_emb_height,
+        "init_pos_emb_width": config.pos_emb_width,
+        "pos_emb_interpolation_mode": config.pos_emb_mode,
+        "norm_type": config.norm,
+        "vision_norm_eps": config.norm_eps,
+        "qkv_hidden_size": config.qkv_size,
+        "attn_bias": config.attn_bias,
+        "linear_bias": config.linear_bias,
+        "patch_embed_proj_bias": config.patch_bias,
+        "mm_projector_type": "patchmerger" if config.projector == "pre_norm" else "patchmergerv2",
+        "mm_hidden_size": config.hidden_size,
+        "projector_ln_eps": config.projector_norm_eps,
+        "text_hidden_size": config.text_hidden_size,
+    }
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+    }
+    vision |= sizes if config.family == "kimi-vl" else {f"vt_{name}": value for name, value in sizes.items()}
+    rule, patches = config.rule, {"patch_size": PATCH, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    if config.family == "kimi-vl":
+        limits = {"merge_kernel_size": [2, 2], "in_token_limit": rule.patch_limit, "pad_input": rule.pad}
+        preprocessor = patches | limits
+    else:
+        vision["init_pos_emb_time"] = config.pos_emb_time
+        limits = {
+            "merge_kernel_size": 2,
+            "in_patch_limit": rule.patch_limit,
+            "patch_limit_on_one_side": rule.side_limit,
+        }
+        if rule.frame_patch_limit:
+            limits["in_patch_limit_each_frame"] = rule.frame_patch_limit
+        preprocessor = {"media_proc_cfg": patches | limits}
+    raw = {"model_type": model_type, "vision_config": vision}
+    if config_from_dict(raw, preprocessor) != config:
+        raise ConfigError(f"config.json cannot express {config}")
+    return raw, preprocessor

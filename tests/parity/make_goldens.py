@@ -14,8 +14,7 @@ from tempfile import TemporaryDirectory
 import torch
 from safetensors.torch import save_file
 
-from moonvit.checkpoint import config_dicts
-from moonvit.families import VisionConfig, family_config
+from moonvit.families import VisionConfig, config_dicts, family_config
 from tests.parity import oracles
 from tests.parity.cases import random_model
 

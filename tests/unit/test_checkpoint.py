@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from moonvit import checkpoint
 from moonvit.checkpoint import (
     check_vision,
-    config_dicts,
     expected_shapes,
     known_names,
     load_tensors,
@@ -28,7 +27,7 @@ from moonvit.checkpoint import (
     vision_shards,
 )
 from moonvit.errors import CheckpointError, ConfigError, MissingDependencyError
-from moonvit.families import FAMILIES, VisionConfig, family_config
+from moonvit.families import FAMILIES, VisionConfig, config_dicts, config_from_dict, family_config
 from moonvit.model import VisionModel
 from tests.parity.cases import random_model, tiny
 from tests.parity.oracles import load_transformers, write_k25_checkpoint
@@ -339,6 +338,21 @@ def test_configurations_come_back(config: VisionConfig, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw))
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(preprocessor))
     assert read_config(tmp_path) == (config, raw)
+
+
+def test_settings_that_transformers_keeps_elsewhere(k25: VisionModel, tmp_path: Path) -> None:
+    write_k25_checkpoint(k25.state_dict(), k25.config, tmp_path / "official")
+    load_transformers(tmp_path / "official").save_pretrained(tmp_path / "saved", save_original_format=False)
+    raw = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert raw["projection_layer_norm_eps"] == 1e-5
+    assert raw["vision_config"]["rope_parameters"]["rope_theta"] == 10000.0
+    raw["projection_layer_norm_eps"] = 1e-6
+    with pytest.raises(ConfigError, match=r"projector_ln_eps = 1e-05, projection_layer_norm_eps = 1e-06"):
+        config_from_dict(raw)
+    del raw["vision_config"]["projector_ln_eps"]
+    raw["vision_config"]["rope_parameters"]["rope_theta"] = 5000.0
+    config = config_from_dict(raw)
+    assert (config.projector_norm_eps, config.rope_theta) == (1e-6, 5000.0)
 
 
 def test_what_the_files_cannot_say_is_not_written(tmp_path: Path) -> None:
