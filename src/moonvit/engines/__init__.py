@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from moonvit.errors import ConfigError
 from moonvit.families import VisionConfig
 from moonvit.prompts.messages import Message
 
@@ -52,7 +55,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a request. ``image_tokens`` are part of ``prompt_tokens``; ``reasoning_tokens`` of ``completion_tokens``."""
+    """Tokens of a request: ``image_tokens`` are some of ``prompt_tokens``, ``reasoning_tokens`` of the completion's."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -139,3 +142,39 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Stop the work in progress and free the model."""
         ...
+
+
+ENGINES = ("embedded",)
+"""Names ``open_engine`` knows."""
+
+
+def default_model() -> Path:
+    """Where the demo model of this package is."""
+    return Path(__file__).parents[1] / "demo"
+
+
+def open_engine(name: str, model: str | Path | None = None, **options: Any) -> Engine:
+    """Load an engine; its packages are imported now and not before.
+
+    Args:
+        name: ``"embedded"``.
+        model: Checkpoint directory or hub id; None takes the demo model.
+        **options: What the engine's ``from_pretrained`` takes, such as ``device``, ``dtype`` and ``budget``.
+
+    Returns:
+        The engine, ready.
+
+    Raises:
+        ConfigError: There is no such engine, or it has no such option.
+        CheckpointError: The model's files are missing, broken or do not fit.
+        MissingDependencyError: A package the engine needs is not installed.
+    """
+    if name not in ENGINES:
+        raise ConfigError(f"unknown engine {name!r}; known: {', '.join(ENGINES)}", param="engine")
+    from moonvit.engines.embedded import EmbeddedEngine
+
+    known = set(inspect.signature(EmbeddedEngine.from_pretrained).parameters) - {"path"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ConfigError(f"engine {name!r} has no option {', '.join(unknown)}", param=unknown[0])
+    return EmbeddedEngine.from_pretrained(default_model() if model is None else model, **options)

@@ -5,8 +5,8 @@ official name is given a place, a view of one parameter, and values are copied i
 copy of the model ever exists. Loading is strict and looks at all headers before it reads a value.
 
 Routed experts of K2.5 are INT4: ``weight_packed`` holds eight 4-bit values in an int32, the first in the lowest bits,
-each 8 too large; ``weight_scale`` has one factor for each group of columns; ``weight_shape`` the size. They are unpacked
-one matrix at a time into the dtype of the model. Which tensors are packed is seen by their names, not by the
+each 8 too large; ``weight_scale`` has one factor for each group of columns; ``weight_shape`` the size. They are
+unpacked one matrix at a time into the dtype of the model. Which tensors are packed is seen by their names, not by the
 configuration.
 
 Names: the released checkpoints, and the two spellings of transformers when it saves such a model again.
@@ -148,9 +148,7 @@ def load_text(model: nn.Module, path: str | Path, *, tied: bool, extra_layers: i
                 _fill(targets[target], parts, shard, files, target)
 
 
-def _match(
-    targets: Places, headers: Mapping[str, Header], optional: set[str], path: str
-) -> dict[str, tuple[str, ...]]:
+def _match(targets: Places, headers: Mapping[str, Header], optional: set[str], path: str) -> dict[str, tuple[str, ...]]:
     """Official name -> the one tensor it is read from, or its three packed parts."""
     given: dict[str, dict[str, str]] = {}
     unexpected, quantised, misshapen, doubled = [], [], [], []
@@ -171,7 +169,8 @@ def _match(
             misshapen.append(f"{name} is {list(header.shape)}, expected {list(targets[stem].shape)}")
         elif suffix == PACKED and header.dtype != "I32":
             quantised.append(f"{name} ({header.dtype})")
-    missing, sources = [], {}
+    missing: list[str] = []
+    sources: dict[str, tuple[str, ...]] = {}
     for official in targets:
         parts = given.get(official, {})
         if "" in parts and len(parts) == 1:
@@ -181,8 +180,7 @@ def _match(
         elif "" in parts:
             quantised += sorted(name for suffix, name in parts.items() if suffix)
         elif parts:
-            absent = [f"{official}{suffix}" for suffix in (PACKED, SCALE, SHAPE) if suffix not in parts]
-            missing += absent
+            missing += [f"{official}{suffix}" for suffix in (PACKED, SCALE, SHAPE) if suffix not in parts]
         elif official not in optional:
             missing.append(official)
     problems = [
