@@ -72,7 +72,7 @@ class _State(Enum):
 
 
 _CALL_STATES = (_State.CALL_ID, _State.CALL_ARGUMENTS, _State.SKIPPED_CALL)
-_TOOL_ENDS = (Mark.END_CALL, Mark.END_SECTION)
+_ENDS_OF_ARGUMENTS = (Mark.END_CALL, Mark.END_SECTION, Mark.CALL, Mark.SECTION)
 _CALL_ID = re.compile(r"(?:functions\.)?(?P<name>.+?)(?P<index>:\d+)?", re.DOTALL)
 
 
@@ -118,8 +118,12 @@ class OutputParser:
         self._marks = {number: markers.get(name, Mark.NOISE) for name, number in tokenizer.specials.items()}
         spelled = {name.encode(): mark for name, mark in markers.items()}
         self._everywhere = _Matcher(spelled)
-        # Arguments are data: a file that the model writes may well hold a think tag.
-        self._in_call = _Matcher({name: mark for name, mark in spelled.items() if mark in _TOOL_ENDS})
+        # Arguments are data: a file that the model writes may well hold a think tag, or quote a whole tool call. They
+        # end as they began, spelled out or by a special token, if there is one.
+        ends = {name: mark for name, mark in markers.items() if mark in _ENDS_OF_ARGUMENTS}
+        self._in_spelled_call = _Matcher({name.encode(): mark for name, mark in ends.items()})
+        self._in_call = _Matcher({name.encode(): mark for name, mark in ends.items() if name not in tokenizer.specials})
+        self._spelled = False
         self._state = _State.REASONING if reasoning else _State.CONTENT
         self._held = b""
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -147,7 +151,7 @@ class OutputParser:
             self._stopped = True
         elif (mark := self._marks.get(token_id)) is not None:
             self._release()
-            self._apply(mark)
+            self._apply(mark, spelled=False)
         else:
             self._read(self._tokenizer.decode_bytes([token_id]))
         return self._take()
@@ -180,16 +184,21 @@ class OutputParser:
         data = self._held + data
         self._held = b""
         while True:
-            matcher = self._in_call if self._state is _State.CALL_ARGUMENTS else self._everywhere
+            matcher = self._matcher()
             found = matcher.pattern.search(data)
             if found is None:
                 break
             self._emit(self._decoder.decode(data[: found.start()], final=True))
-            self._apply(matcher.markers[found.group()])
+            self._apply(matcher.markers[found.group()], spelled=True)
             data = data[found.end() :]
         kept = len(data) - matcher.tail(data)
         self._held = data[kept:]
         self._emit(self._decoder.decode(data[:kept]))
+
+    def _matcher(self) -> _Matcher:
+        if self._state is not _State.CALL_ARGUMENTS:
+            return self._everywhere
+        return self._in_spelled_call if self._spelled else self._in_call
 
     def _release(self) -> None:
         """Nothing can continue the held bytes any more: they are text."""
@@ -209,7 +218,7 @@ class OutputParser:
             self._events.append(CallArguments(self.calls - 1, text))
             self._empty = False
 
-    def _apply(self, mark: Mark) -> None:
+    def _apply(self, mark: Mark, *, spelled: bool) -> None:
         inside = self._state in (*_CALL_STATES, _State.BETWEEN_CALLS)
         if mark is Mark.THINK and not inside:
             self._state = _State.REASONING
@@ -223,6 +232,7 @@ class OutputParser:
             self._end_call()
             self._state = _State.CALL_ID
         elif mark is Mark.ARGUMENTS and self._state is _State.CALL_ID:
+            self._spelled = spelled
             self._begin_call()
         elif mark is Mark.END_SECTION and inside:
             self._end_call()
