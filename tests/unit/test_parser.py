@@ -99,6 +99,11 @@ ANSWERS = {
     "a call after the answer": (f"hm</think>Wait.{section(call())}", True, Result("Wait.", "hm", [LOOK])),
     "a call ends the thinking": (f"hm{section(call())}", True, Result("", "hm", [LOOK])),
     "a closing tag after the call": (f"hm{section(call())}</think>Done.", True, Result("Done.", "hm", [LOOK])),
+    "tags between the calls": (
+        "hm" + section("</think>", call(), "<think>") + "Done.",
+        True,
+        Result("Done.", "hm", [LOOK]),
+    ),
     "text after the call": (f"{section(call())}Done.", False, Result("Done.", "", [LOOK])),
     "the section in the singular": (f"hm</think>{SINGULAR}", True, Result("", "hm", [LOOK])),
     "two calls, blanks between": (
