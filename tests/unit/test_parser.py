@@ -100,7 +100,7 @@ ANSWERS = {
     "a call ends the thinking": (f"hm{section(call())}", True, Result("", "hm", [LOOK])),
     "a closing tag after the call": (f"hm{section(call())}</think>Done.", True, Result("Done.", "hm", [LOOK])),
     "tags between the calls": (
-        "hm" + section("</think>", call(), "<think>") + "Done.",
+        "hm" + section("</think>\n", call(), "<think>\n") + "Done.",
         True,
         Result("Done.", "hm", [LOOK]),
     ),
