@@ -50,8 +50,10 @@ def official_name(name: str) -> str:
         ("lm_head.", "language_model.lm_head."),
     ):
         if name.startswith(start):
-            return official + name.removeprefix(start)
-    return name
+            name = official + name.removeprefix(start)
+            break
+    # transformers 5.19 renames the layers of the text model too when it gives the tower its official names back.
+    return re.sub(r"^language_model\.model\.blocks\.", "language_model.model.layers.", name)
 
 
 def places(model: nn.Module) -> Places:
