@@ -18,6 +18,15 @@ from moonvit.engines import Engine
 from moonvit.server.app import create_app
 from moonvit.server.settings import load_settings
 
+web = httpx.Client(
+    # Loading certificates for every call would be most of its time; a kept connection would outlive its server.
+    verify=False,
+    trust_env=False,
+    timeout=30,
+    limits=httpx.Limits(max_keepalive_connections=0),
+)
+"""The client of the tests."""
+
 
 @contextmanager
 def live(engine: Engine, **settings: Any) -> Iterator[str]:
@@ -75,7 +84,7 @@ def user(*content: Any) -> list[dict[str, Any]]:
 
 def ask(base: str, messages: list[dict[str, Any]], **fields: Any) -> httpx.Response:
     """One chat request."""
-    return httpx.post(f"{base}/v1/chat/completions", json={"messages": messages, **fields}, timeout=30)
+    return web.post(f"{base}/v1/chat/completions", json={"messages": messages, **fields})
 
 
 def text_of(response: httpx.Response) -> str:

@@ -81,7 +81,9 @@ def test_encode_writes_features(picture: str, tmp_path: Path) -> None:
 
 def test_ask_and_the_same_seed_give_the_same_text(picture: str) -> None:
     words = ("ask", "-i", picture, "What colour is it?", "--max-tokens", "8")
-    first, second = (json.loads(moonvit(*words, "--temperature", "1", "--seed", "7", "--json").stdout) for _ in range(2))
+    first, second = (
+        json.loads(moonvit(*words, "--temperature", "1", "--seed", "7", "--json").stdout) for _ in range(2)
+    )
     assert first["content"] == second["content"]
     assert first["usage"]["image_tokens"] == 20
     assert moonvit(*words).stdout.strip()

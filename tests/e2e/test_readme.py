@@ -18,7 +18,9 @@ from tests.live import live
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S)
-COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines() if line.startswith("moonvit ")]
+COMMANDS = [
+    line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines() if line.startswith("moonvit ")
+]
 PYTHON = [text for kind, text in BLOCKS if kind == "python"]
 
 

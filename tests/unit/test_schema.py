@@ -209,7 +209,9 @@ def test_stream_options_need_a_stream() -> None:
     assert refused(stream_options={"include_usage": True}).param == "stream_options"
     assert chat(stream=True, stream_options={"include_usage": True}).include_usage
     assert not chat(stream=True, stream_options={}).include_usage
-    assert refused(stream=True, stream_options={"include_obfuscation": True}).param == "stream_options.include_obfuscation"
+    assert (
+        refused(stream=True, stream_options={"include_obfuscation": True}).param == "stream_options.include_obfuscation"
+    )
     assert refused(stream=True, stream_options={"chunk": 1}).param == "stream_options.chunk"
 
 
@@ -323,7 +325,9 @@ def test_long_addresses_are_refused_with_both_numbers() -> None:
     assert "aaaa" not in error.message
 
 
-@pytest.mark.parametrize("kind", ["video_url", "video", "input_audio", "file", "image", "input_image", "refusal", "x", None])
+@pytest.mark.parametrize(
+    "kind", ["video_url", "video", "input_audio", "file", "image", "input_image", "refusal", "x", None]
+)
 def test_other_parts_are_refused_by_name(kind: str | None) -> None:
     error = turn_refused({"role": "user", "content": [text("a"), {"type": kind, str(kind): {"url": URL}}]})
     assert error.param == "messages[0].content[1].type"
@@ -332,7 +336,9 @@ def test_other_parts_are_refused_by_name(kind: str | None) -> None:
 
 
 def test_empty_messages_are_refused_by_index() -> None:
-    kept = messages({"role": "user", "content": [picture(), text("")]}, {"role": "user", "content": [text(""), picture()]})
+    kept = messages(
+        {"role": "user", "content": [picture(), text("")]}, {"role": "user", "content": [text(""), picture()]}
+    )
     assert [len(message.parts) for message in kept] == [1, 1]
     for content in ([], "", None, [text("")]):
         error = turn_refused(*HELLO, {"role": "user", "content": content})
@@ -348,9 +354,7 @@ def test_tool_turns() -> None:
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
         {"role": "tool", "tool_call_id": "functions.f:0", "content": [text("see"), picture()]},
     )
-    assert turns[1] == Message(
-        "assistant", (), "hm", (ToolCall("functions.f:0", "f", '{"a": "<|im_end|>"}'),)
-    )
+    assert turns[1] == Message("assistant", (), "hm", (ToolCall("functions.f:0", "f", '{"a": "<|im_end|>"}'),))
     assert turns[2].tool_call_id == "functions.f:0"
     assert len(turns[2].images) == 1
     assert turn_refused({"role": "tool", "content": "x"}).param == "messages[0].tool_call_id"

@@ -27,7 +27,7 @@ from moonvit.errors import BudgetError, ConfigError, EngineError, MissingDepende
 from moonvit.server.queue import Admission, PendingBytes
 from moonvit.server.settings import Settings, load_settings
 from tests.fake_engine import FakeEngine
-from tests.live import ask, data_url, error_of, image_part, live, solid, text_of, user, wait_until
+from tests.live import ask, data_url, error_of, image_part, live, solid, text_of, user, wait_until, web
 
 
 @pytest.fixture()
@@ -38,6 +38,13 @@ def engine() -> FakeEngine:
 @pytest.fixture()
 def base(engine: FakeEngine) -> Iterator[str]:
     with live(engine) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[str]:
+    """A server for tests that leave nothing behind."""
+    with live(FakeEngine()) as address:
         yield address
 
 
@@ -87,7 +94,7 @@ def test_raw_bytes_of_a_stream(base: str, engine: FakeEngine) -> None:
         Delta(content="\n\ndata: x"),
         Delta(finish_reason="stop", usage=Usage(7, 3, 2, 1)),
     ]
-    with httpx.stream(
+    with web.stream(
         "POST",
         f"{base}/v1/chat/completions",
         json={"messages": user("q"), "stream": True, "stream_options": {"include_usage": True}},
@@ -125,7 +132,7 @@ def test_stream_without_usage(base: str) -> None:
 
 def test_pieces_arrive_while_the_answer_is_written(base: str, engine: FakeEngine) -> None:
     engine.delay = 0.15
-    with httpx.stream(
+    with web.stream(
         "POST", f"{base}/v1/chat/completions", json={"messages": user("a b c d e"), "stream": True}
     ) as response:
         arrivals = [time.monotonic() for line in response.iter_lines() if '"content":' in line]
@@ -151,35 +158,35 @@ def test_tool_calls(base: str, engine: FakeEngine) -> None:
 
 
 def test_models_and_health(base: str, engine: FakeEngine) -> None:
-    listed = httpx.get(f"{base}/v1/models").json()
+    listed = web.get(f"{base}/v1/models").json()
     assert [entry["id"] for entry in listed["data"]] == ["fake-vl"]
     assert listed["data"][0]["max_model_len"] == 4096
-    assert httpx.get(f"{base}/v1/models/fake-vl").json() == listed["data"][0]
-    assert error_of(httpx.get(f"{base}/v1/models/other/one"), 404)["param"] == "model"
-    assert httpx.get(f"{base}/health").json()["status"] == "ok"
+    assert web.get(f"{base}/v1/models/fake-vl").json() == listed["data"][0]
+    assert error_of(web.get(f"{base}/v1/models/other/one"), 404)["param"] == "model"
+    assert web.get(f"{base}/health").json()["status"] == "ok"
     engine.alive = False
-    assert error_of(httpx.get(f"{base}/health"), 503)["code"] == "engine_unavailable"
+    assert error_of(web.get(f"{base}/health"), 503)["code"] == "engine_unavailable"
 
 
 def test_health_of_an_engine_that_hangs(base: str, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moonvit.server.app._HEALTH_SECONDS", 0.1)
     monkeypatch.setattr(engine, "health", lambda: asyncio.sleep(60))
-    assert "0.1 s" in error_of(httpx.get(f"{base}/health"), 503)["message"]
+    assert "0.1 s" in error_of(web.get(f"{base}/health"), 503)["message"]
 
 
-def test_a_model_that_is_not_served(base: str) -> None:
-    assert text_of(ask(base, user("a"), model="fake-vl")) == "a"
-    error = error_of(ask(base, user("a"), model="gpt-x"), 404)
+def test_a_model_that_is_not_served(shared: str) -> None:
+    assert text_of(ask(shared, user("a"), model="fake-vl")) == "a"
+    error = error_of(ask(shared, user("a"), model="gpt-x"), 404)
     assert error["param"] == "model"
     assert "gpt-x" in error["message"]
     assert "fake-vl" in error["message"]
-    assert error_of(httpx.post(f"{base}/v1/vision/plan", json={"model": "x", "sizes": [[1, 1]]}), 404)
+    assert error_of(web.post(f"{shared}/v1/vision/plan", json={"model": "x", "sizes": [[1, 1]]}), 404)
 
 
 def test_metrics(base: str) -> None:
     ask(base, user("one two", image_part(solid("red"))))
     ask(base, user("x"), top_k=1)
-    text = httpx.get(f"{base}/metrics").text
+    text = web.get(f"{base}/metrics").text
     for line in (
         'moonvit_requests_total{route="/v1/chat/completions",status="200"} 1.0',
         'moonvit_requests_total{route="/v1/chat/completions",status="400"} 1.0',
@@ -203,28 +210,28 @@ def test_metrics(base: str) -> None:
         ("GET", "/docs", 404),
     ],
 )
-def test_framework_errors_have_the_same_shape(base: str, method: str, path: str, status: int) -> None:
-    error = error_of(httpx.request(method, base + path), status)
+def test_framework_errors_have_the_same_shape(shared: str, method: str, path: str, status: int) -> None:
+    error = error_of(web.request(method, shared + path), status)
     assert path in error["message"]
 
 
-def test_request_ids(base: str) -> None:
+def test_request_ids(shared: str) -> None:
     def id_for(given: str | None) -> str:
         headers = {} if given is None else {"x-request-id": given}
-        return httpx.get(f"{base}/health", headers=headers).headers["x-request-id"]
+        return web.get(f"{shared}/health", headers=headers).headers["x-request-id"]
 
     assert id_for("trace-1.a_B") == "trace-1.a_B"
     for unfit in (None, "", "a b", "x" * 65, 'a"b'):
         assert id_for(unfit).startswith("req-")
     assert id_for(None) != id_for(None)
-    assert httpx.get(f"{base}/nope").headers["x-request-id"].startswith("req-")
+    assert web.get(f"{shared}/nope").headers["x-request-id"].startswith("req-")
 
 
 # ---- the plan -------------------------------------------------------------------------------------------------------
 
 
 def plan(base: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{base}/v1/vision/plan", json=body, timeout=30)
+    return web.post(f"{base}/v1/vision/plan", json=body)
 
 
 def test_plan_of_sizes_pictures_and_messages_agree(base: str, engine: FakeEngine) -> None:
@@ -253,16 +260,16 @@ def test_plan_of_sizes_pictures_and_messages_agree(base: str, engine: FakeEngine
     assert engine.seen == []
 
 
-def test_plan_of_words_alone(base: str) -> None:
-    body = plan(base, messages=user("just three words")).json()
+def test_plan_of_words_alone(shared: str) -> None:
+    body = plan(shared, messages=user("just three words")).json()
     assert (body["prompt_tokens"], body["images"], body["peak_bytes"]) == (3, [], 0)
 
 
-def test_plan_refusals(base: str) -> None:
-    assert error_of(plan(base), 400)["param"] == "messages"
-    assert error_of(plan(base, sizes=[[0, 1]]), 400)["param"] == "sizes[0][0]"
-    assert error_of(plan(base, images=[data_url(b"junk")]), 400)["param"] == "images[0]"
-    assert error_of(plan(base, sizes=[[1, 1]] * 33), 400)["param"] == "sizes"
+def test_plan_refusals(shared: str) -> None:
+    assert error_of(plan(shared), 400)["param"] == "messages"
+    assert error_of(plan(shared, sizes=[[0, 1]]), 400)["param"] == "sizes[0][0]"
+    assert error_of(plan(shared, images=[data_url(b"junk")]), 400)["param"] == "images[0]"
+    assert error_of(plan(shared, sizes=[[1, 1]] * 33), 400)["param"] == "sizes"
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
@@ -291,28 +298,28 @@ def test_refusals_come_before_the_engine(base: str, engine: FakeEngine) -> None:
         (b'{"seed": ' + b"9" * 10_000 + b"}", ""),
     ],
 )
-def test_broken_bodies(base: str, content: bytes, said: str) -> None:
-    response = httpx.post(f"{base}/v1/chat/completions", content=content, headers={"content-type": "application/json"})
+def test_broken_bodies(shared: str, content: bytes, said: str) -> None:
+    response = web.post(f"{shared}/v1/chat/completions", content=content, headers={"content-type": "application/json"})
     assert said in error_of(response, 400)["message"]
     assert len(response.content) < 1000
 
 
-def test_other_content_types_and_encodings(base: str) -> None:
+def test_other_content_types_and_encodings(shared: str) -> None:
     body = json.dumps({"messages": user("a")}).encode()
     for headers in ({"content-type": "text/plain"}, {}, {"content-type": "application/x-www-form-urlencoded"}):
-        error = error_of(httpx.post(f"{base}/v1/chat/completions", content=body, headers=headers), 400)
+        error = error_of(web.post(f"{shared}/v1/chat/completions", content=body, headers=headers), 400)
         assert error["param"] == "Content-Type"
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
-    assert error_of(httpx.post(f"{base}/v1/chat/completions", content=body, headers=headers), 400)["param"] == (
+    assert error_of(web.post(f"{shared}/v1/chat/completions", content=body, headers=headers), 400)["param"] == (
         "Content-Encoding"
     )
-    fine = httpx.post(
-        f"{base}/v1/chat/completions", content=body, headers={"content-type": "application/json; charset=utf-8"}
+    fine = web.post(
+        f"{shared}/v1/chat/completions", content=body, headers={"content-type": "application/json; charset=utf-8"}
     )
     assert text_of(fine) == "a"
 
 
-def test_a_model_without_vision(base: str) -> None:
+def test_a_model_without_vision() -> None:
     with live(FakeEngine(vision=False)) as text_only:
         assert text_of(ask(text_only, user("hi"))) == "hi"
         error = error_of(ask(text_only, user("a", image_part(solid("red")))), 400)
@@ -358,15 +365,15 @@ def bad_pictures() -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", sorted(bad_pictures()))
-def test_bad_pictures_get_400_and_harm_nobody(base: str, name: str) -> None:
+def test_bad_pictures_get_400_and_harm_nobody(shared: str, name: str) -> None:
     content = bad_pictures()[name]
     messages = [*user("first"), {"role": "assistant", "content": "ok"}, *user("a", image_part(content))]
-    error = error_of(ask(base, messages), 400)
+    error = error_of(ask(shared, messages), 400)
     assert error["param"] == "messages[2].content[1]"
-    assert error_of(ask(base, messages, stream=True), 400) == error
+    assert error_of(ask(shared, messages, stream=True), 400) == error
     assert "moonvit/" not in error["message"]
     assert "Traceback" not in error["message"]
-    healthy(base)
+    healthy(shared)
 
 
 @pytest.mark.parametrize(
@@ -379,12 +386,12 @@ def test_bad_pictures_get_400_and_harm_nobody(base: str, name: str) -> None:
         "data:,",
     ],
 )
-def test_broken_data_urls(base: str, url: str) -> None:
-    error = error_of(ask(base, user({"type": "image_url", "image_url": url})), 400)
+def test_broken_data_urls(shared: str, url: str) -> None:
+    error = error_of(ask(shared, user({"type": "image_url", "image_url": url})), 400)
     assert error["param"] == "messages[0].content[0]"
 
 
-def test_data_urls_in_the_wild(base: str) -> None:
+def test_data_urls_in_the_wild(shared: str) -> None:
     content = solid("red")
     encoded = base64.b64encode(content).decode()
     wrapped = "\r\n".join(encoded[i : i + 60] for i in range(0, len(encoded), 60))
@@ -393,15 +400,15 @@ def test_data_urls_in_the_wild(base: str) -> None:
         f"data:image/jpeg;base64,{encoded}",
         f"data:image/png;base64,{wrapped}",
     ):
-        assert text_of(ask(base, user({"type": "image_url", "image_url": url}))) == "[red 56x56]"
+        assert text_of(ask(shared, user({"type": "image_url", "image_url": url}))) == "[red 56x56]"
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
-def test_picture_modes(base: str, mode: str) -> None:
+def test_picture_modes(shared: str, mode: str) -> None:
     out = io.BytesIO()
     Image.new("RGB", (30, 40), "white").convert("I" if mode == "I;16" else mode).convert(mode).save(out, "PNG")
-    assert "30x40" in text_of(ask(base, user(image_part(out.getvalue()))))
-    healthy(base)
+    assert "30x40" in text_of(ask(shared, user(image_part(out.getvalue()))))
+    healthy(shared)
 
 
 # ---- limits ---------------------------------------------------------------------------------------------------------
@@ -412,15 +419,15 @@ def test_bodies_over_the_limit(engine: FakeEngine) -> None:
         big = json.dumps({"messages": user("x" * 2_000_000)}).encode()
         headers = {"content-type": "application/json"}
         start = time.monotonic()
-        error = error_of(httpx.post(f"{base}/v1/chat/completions", content=big, headers=headers), 413)
+        error = error_of(web.post(f"{base}/v1/chat/completions", content=big, headers=headers), 413)
         assert str(len(big)) in error["message"]
         assert "100000" in error["message"]
         pieces = (big[i : i + 50_000] for i in range(0, len(big), 50_000))  # no Content-Length
-        error = error_of(httpx.post(f"{base}/v1/chat/completions", content=pieces, headers=headers), 413)
+        error = error_of(web.post(f"{base}/v1/chat/completions", content=pieces, headers=headers), 413)
         assert "100000" in error["message"]
         assert time.monotonic() - start < 5
         assert text_of(ask(base, user("small"))) == "small"
-        assert "moonvit_pending_body_bytes 0.0" in httpx.get(f"{base}/metrics").text
+        assert "moonvit_pending_body_bytes 0.0" in web.get(f"{base}/metrics").text
 
 
 def test_a_body_that_never_ends(engine: FakeEngine) -> None:
@@ -446,7 +453,7 @@ def test_full_queue_answers_429_at_once(engine: FakeEngine) -> None:
     engine.delay = 0.4
     with live(engine, max_running=2, max_waiting=1) as base, ThreadPoolExecutor() as pool:
         inside = [pool.submit(ask, base, user(f"word{i}")) for i in range(3)]
-        wait_until(lambda: httpx.get(f"{base}/health").json()["in_flight"] == 3)
+        wait_until(lambda: web.get(f"{base}/health").json()["in_flight"] == 3)
         start = time.monotonic()
         response = ask(base, user("one too many"))
         assert time.monotonic() - start < 0.3
@@ -527,7 +534,7 @@ def test_hanging_up_cancels_within_a_second(base: str, engine: FakeEngine, strea
             assert sock.recv(100)
     assert wait_until(lambda: engine.running == 0) < 1.0
     assert engine.cancelled == 1
-    wait_until(lambda: httpx.get(f"{base}/health").json()["in_flight"] == 0)
+    wait_until(lambda: web.get(f"{base}/health").json()["in_flight"] == 0)
     engine.delay = 0
     healthy(base)
 
@@ -541,8 +548,8 @@ def test_hanging_up_again_and_again_leaks_nothing(engine: FakeEngine) -> None:
             with raw_post(base, body[: len(body) // 2] if attempt % 3 == 0 else body, len(body)) as sock:
                 if attempt % 3 == 2 and attempt % 2 == 0:
                     sock.recv(10)
-            wait_until(lambda: httpx.get(f"{base}/health").json()["in_flight"] == 0, 3)
-        metrics = httpx.get(f"{base}/metrics").text
+            wait_until(lambda: web.get(f"{base}/health").json()["in_flight"] == 0, 3)
+        metrics = web.get(f"{base}/metrics").text
         assert "moonvit_pending_body_bytes 0.0" in metrics
         assert "moonvit_running 0.0" in metrics
         assert engine.running == 0
@@ -555,8 +562,8 @@ def test_hanging_up_while_waiting_for_a_turn(engine: FakeEngine) -> None:
         first = pool.submit(ask, base, user("a b c"))
         wait_until(lambda: engine.running == 1)
         with raw_post(base, json.dumps({"messages": user("never")}).encode()):
-            wait_until(lambda: httpx.get(f"{base}/health").json()["in_flight"] == 2)
-        assert wait_until(lambda: httpx.get(f"{base}/health").json()["in_flight"] == 1) < 1.0
+            wait_until(lambda: web.get(f"{base}/health").json()["in_flight"] == 2)
+        assert wait_until(lambda: web.get(f"{base}/health").json()["in_flight"] == 1) < 1.0
         assert text_of(first.result()) == "a b c"
         assert len(engine.seen) == 1
 
@@ -611,7 +618,7 @@ def test_engine_failure_in_mid_stream(base: str, engine: FakeEngine) -> None:
     assert error["code"] == "internal_error"
     assert "secret" not in error["message"]
     assert events[3] == "data: [DONE]"
-    assert 'moonvit_errors_total{code="internal_error"} 1.0' in httpx.get(f"{base}/metrics").text
+    assert 'moonvit_errors_total{code="internal_error"} 1.0' in web.get(f"{base}/metrics").text
     assert error_of(ask(base, user("a b c")), 500)
 
 
@@ -634,7 +641,7 @@ def test_payloads_never_reach_the_log(base: str, caplog: pytest.LogCaptureFixtur
         ask(base, user(f"look: {picture}"))
         ask(base, user({"type": "image_url", "image_url": "data:image/png;base64," + "Q" * 5000}))
         ask(base, user("a"), **{"K" * 3000: 1})
-        httpx.get(f"{base}/" + "p" * 3000)
+        web.get(f"{base}/" + "p" * 3000)
     ours = [record for record in caplog.records if record.name.startswith("moonvit")]
     text = "\n".join(record.getMessage() for record in ours)
     assert "SECRETWORDS" not in text
@@ -658,46 +665,46 @@ def test_api_key(engine: FakeEngine) -> None:
             {"authorization": "Basic s3cret"},
         ):
             for path in ("/v1/models", "/metrics", "/v1/nothing"):
-                response = httpx.get(base + path, headers=headers)
+                response = web.get(base + path, headers=headers)
                 assert error_of(response, 401)["code"] == "invalid_api_key"
                 assert response.headers["www-authenticate"] == "Bearer"
                 assert "s3cret" not in response.text
         good = {"authorization": "Bearer s3cret"}
-        assert httpx.get(f"{base}/v1/models", headers=good).status_code == 200
-        assert httpx.get(f"{base}/v1/models", headers={"authorization": "bearer s3cret"}).status_code == 200
-        assert httpx.get(f"{base}/health").status_code == 200
-        assert httpx.get(f"{base}/").status_code == 200
+        assert web.get(f"{base}/v1/models", headers=good).status_code == 200
+        assert web.get(f"{base}/v1/models", headers={"authorization": "bearer s3cret"}).status_code == 200
+        assert web.get(f"{base}/health").status_code == 200
+        assert web.get(f"{base}/").status_code == 200
 
 
 def test_cross_origin_calls_are_off_by_default(engine: FakeEngine) -> None:
     preflight = {"origin": "https://a.example", "access-control-request-method": "POST"}
     with live(engine) as base:
-        assert httpx.options(f"{base}/v1/chat/completions", headers=preflight).status_code == 405
-        response = httpx.get(f"{base}/v1/models", headers={"origin": "https://a.example"})
+        assert web.options(f"{base}/v1/chat/completions", headers=preflight).status_code == 405
+        response = web.get(f"{base}/v1/models", headers={"origin": "https://a.example"})
         assert "access-control-allow-origin" not in response.headers
     with live(FakeEngine(), cors_origins="https://a.example", api_key="k") as base:
-        response = httpx.options(f"{base}/v1/chat/completions", headers=preflight)
+        response = web.options(f"{base}/v1/chat/completions", headers=preflight)
         assert response.headers["access-control-allow-origin"] == "https://a.example"
-        other = httpx.options(f"{base}/v1/chat/completions", headers={**preflight, "origin": "https://b.example"})
+        other = web.options(f"{base}/v1/chat/completions", headers={**preflight, "origin": "https://b.example"})
         assert "access-control-allow-origin" not in other.headers
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
 
 
-def test_page_is_self_contained(base: str) -> None:
+def test_page_is_self_contained(shared: str) -> None:
     for path, kind in (("/", "text/html"), ("/static/style.css", "text/css"), ("/static/app.js", "javascript")):
-        response = httpx.get(base + path)
+        response = web.get(shared + path)
         assert response.status_code == 200
         assert kind in response.headers["content-type"]
         assert "default-src 'self'" in response.headers["content-security-policy"]
         without_namespaces = response.text.replace("http://www.w3.org/2000/svg", "")
         assert "http://" not in without_namespaces
         assert "https://" not in without_namespaces
-    assert httpx.get(f"{base}/static/../app.py").status_code == 404
-    assert httpx.get(f"{base}/static/%2e%2e/app.py").status_code == 404
-    for sample in httpx.get(f"{base}/samples").json()["data"]:
-        Image.open(io.BytesIO(httpx.get(base + sample["url"]).content)).verify()
+    assert web.get(f"{shared}/static/../app.py").status_code == 404
+    assert web.get(f"{shared}/static/%2e%2e/app.py").status_code == 404
+    for sample in web.get(f"{shared}/samples").json()["data"]:
+        Image.open(io.BytesIO(web.get(shared + sample["url"]).content)).verify()
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------
@@ -846,7 +853,11 @@ def test_private_hosts_need_to_be_allowed(engine: FakeEngine, pictures: str) -> 
 
 def test_slow_hosts_delay_nobody_else(engine: FakeEngine, pictures: str) -> None:
     settings = {"media_hosts": "127.0.0.1", "media_private": True, "media_timeout": 5, "max_running": 2}
-    with live(engine, **settings) as base, ThreadPoolExecutor(8) as pool, httpx.Client() as client:
+    with (
+        live(engine, **settings) as base,
+        ThreadPoolExecutor(8) as pool,
+        httpx.Client(verify=False, trust_env=False) as client,
+    ):
         slow = [pool.submit(ask, base, user(address_part(f"{pictures}/stall"))) for _ in range(8)]
         wait_until(lambda: client.get(f"{base}/health").json()["in_flight"] == 8)
         waits = []

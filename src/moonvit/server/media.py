@@ -14,9 +14,10 @@ from typing import Any
 
 from moonvit.engines import GenerateRequest
 from moonvit.errors import MoonvitError
-from moonvit.images import FetchPolicy, Limits, data_url_bytes, fetch_bytes, picture_size
+from moonvit.images import picture_size
 from moonvit.prompts.messages import ImagePart
 from moonvit.server.settings import Settings
+from moonvit.sources import FetchPolicy, Limits, data_url_bytes, fetch_bytes, is_data_url
 
 _READERS = 2
 
@@ -88,7 +89,7 @@ class Media:
         address: str = part.source
         loop = asyncio.get_running_loop()
         try:
-            if address[:5].lower() == "data:":
+            if is_data_url(address):
                 return await loop.run_in_executor(self._readers, self._unwrap, address, index)
             content = await loop.run_in_executor(
                 self._fetchers, fetch_bytes, address, self._policy, self._limits, index
