@@ -15,14 +15,14 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from train.draw import CELL, COLOURS, DIGITS, KINDS, LETTERS, MIX, SHAPES, Mark, Sample, make_sample
+from train.draw import CELL, COLOURS, DIGITS, KINDS, LETTERS, MIX, SHAPES, Mark, Sample, make_page, make_sample
 from train.vocabulary import IM_END, MEDIA_PAD, PAD, ranks, special
 
 GLYPH_OF = {glyph: number for number, glyph in enumerate(LETTERS + DIGITS, 1)}
 SHAPE_OF = {name: number for number, name in enumerate(SHAPES, 1)}
 COLOUR_OF = {name: number for number, name in enumerate(COLOURS, 1)}
-LABEL_CLASSES = (37, 37, 37, 9, 7, 11)
-"""Classes of the six dense labels of a merged token: three glyphs, place in the string, shape, colour."""
+LABEL_CLASSES = (37, 9, 7, 11)
+"""Classes of the four dense labels of a patch: glyph, place in its string, shape, colour; 0 is nothing."""
 PATTERN = "|".join(
     [
         r"""[\p{Han}]+""",
@@ -89,7 +89,7 @@ class Batch:
     Attributes:
         grids: Patch rows and columns of each group.
         patches: uint8 (B, L, 588) of each group.
-        labels: int64 (B, M, 6) of each group.
+        labels: int64 (B, M, 4, 4) of each group.
         order: (group, index) of every picture in the order of the placeholders.
         ids_ST: Token ids, padded on the right.
         flags_ST: 0, or one more than the number of the answer a token belongs to.
@@ -123,7 +123,7 @@ def patchify(image: Image.Image, h: int, w: int) -> np.ndarray[Any, Any]:
 
 
 def dense_labels(marks: list[Mark], rows: int, columns: int) -> np.ndarray[Any, Any]:
-    """What stands in each merged token.
+    """What covers the centre of each patch.
 
     Args:
         marks: Things of the picture.
@@ -131,28 +131,61 @@ def dense_labels(marks: list[Mark], rows: int, columns: int) -> np.ndarray[Any, 
         columns: Merged columns.
 
     Returns:
-        int64 (rows * columns, 6); zero where there is nothing.
+        int64 (rows * columns, 4, 4): merged token, its patches in merge order, label; zero where there is nothing.
     """
-    labels = np.zeros((rows * columns, 6), dtype=np.int64)
-    used = [0] * (rows * columns)
-    for mark in sorted(marks, key=lambda m: (int(m.y // CELL), m.x)):
-        cell = min(rows - 1, int(mark.y // CELL)) * columns + min(columns - 1, int(mark.x // CELL))
-        if mark.glyph is not None and used[cell] < 3:
-            labels[cell, used[cell]] = GLYPH_OF[mark.glyph]
-            if used[cell] == 0:
-                labels[cell, 3] = mark.index + 1
-            used[cell] += 1
+    labels = np.zeros((2 * rows, 2 * columns, 4), dtype=np.int64)
+    for mark in marks:
+        left, top, right, bottom = (round(edge / 14) for edge in mark.box)
+        if mark.glyph is not None and left == right:
+            left = int((mark.box[0] + mark.box[2]) / 28)
+            right = left + 1
+        if top == bottom:
+            top = int((mark.box[1] + mark.box[3]) / 28)
+            bottom = top + 1
+        covered = labels[max(0, top) : bottom, max(0, left) : right]
+        if mark.glyph is not None:
+            covered[..., 0], covered[..., 1] = GLYPH_OF[mark.glyph], mark.index + 1
         if mark.shape is not None:
-            labels[cell, 4] = SHAPE_OF[mark.shape]
+            covered[..., 2] = SHAPE_OF[mark.shape]
         if mark.colour is not None:
-            labels[cell, 5] = COLOUR_OF[mark.colour]
-    return labels
+            covered[..., 3] = COLOUR_OF[mark.colour]
+    return labels.reshape(rows, 2, columns, 2, 4).transpose(0, 2, 1, 3, 4).reshape(rows * columns, 4, 4)
 
 
 FILLER_WORDS = (
     "What", "does", "the", "text", "say", "there", "are", "many", "pictures", "shapes", "in", "which", "is", "it",
     "where", "colour", "of", "red",
 )  # fmt: skip
+
+
+Page = tuple[int, int, Tensor, Tensor]
+"""Rows and columns of patches, uint8 patches (B, L, 588), labels (B, M, 4, 4)."""
+
+
+class Pages(IterableDataset[Page]):
+    """Endless batches of pages: rows and columns of patches, uint8 patches (B, L, 588), labels (B, M, 4, 4).
+
+    Args:
+        seed: Seed of every choice.
+        cells: Largest side in merged tokens.
+        patches: Patches of a batch, about.
+        easy: Passed to ``make_page``.
+    """
+
+    def __init__(self, seed: str, cells: int, patches: int, easy: float) -> None:
+        self.seed, self.cells, self.patches, self.easy = seed, cells, patches, easy
+
+    def __iter__(self) -> Iterator[Page]:
+        rng = random.Random(f"pages/{self.seed}")
+        while True:
+            r, c = rng.randint(2, self.cells), rng.randint(2, self.cells)
+            patches, labels = [], []
+            for _ in range(max(2, self.patches // (4 * r * c))):
+                width, height = rng.randint(CELL * (c - 1) + 1, CELL * c), rng.randint(CELL * (r - 1) + 1, CELL * r)
+                image, marks = make_page(rng, width, height, self.easy)
+                patches.append(patchify(image, 2 * r, 2 * c))
+                labels.append(dense_labels(marks, r, c))
+            yield 2 * r, 2 * c, torch.from_numpy(np.stack(patches)), torch.from_numpy(np.stack(labels))
 
 
 class Stream(IterableDataset[Batch]):

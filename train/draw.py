@@ -81,19 +81,17 @@ def _font(path: str, size: int) -> ImageFont.FreeTypeFont:
 
 @dataclass
 class Mark:
-    """A thing in a picture, for the questions and for the dense labels of training.
+    """A glyph, shape or bar in a picture, for the dense labels of training.
 
     Attributes:
-        x: Column of its centre in pixels.
-        y: Row of its centre.
+        box: Left, top, right and bottom in pixels.
         glyph: The character, for a letter or digit.
         index: Place of the character in its string.
         shape: Name, for a shape.
         colour: Name of its colour.
     """
 
-    x: float
-    y: float
+    box: tuple[float, float, float, float]
     glyph: str | None = None
     index: int = 0
     shape: str | None = None
@@ -239,11 +237,9 @@ class Scene:
         ImageDraw.Draw(self.image).text((x, y), shown, font=font, fill=_shade(colour, rng, 14))
         thing = _Thing("text", colour, box, text)
         self.things.append(thing)
-        middle = (box[1] + box[3]) / 2
         for index, glyph in enumerate(text):
-            self.marks.append(
-                Mark(x + (ends[index] + ends[index + 1]) / 2, middle, glyph=glyph, index=index, colour=colour)
-            )
+            span = (x + ends[index], box[1], x + ends[index + 1], box[3])
+            self.marks.append(Mark(span, glyph=glyph, index=index, colour=colour))
         return thing
 
     def shape(
@@ -265,8 +261,9 @@ class Scene:
         draw_shape(ImageDraw.Draw(self.image), name, box, _shade(colour, rng, 14))
         thing = _Thing(name, colour, box)
         self.things.append(thing)
-        x, y = thing.centre
-        self.marks.append(Mark(x, y, shape=name, colour=colour))
+        inset = size * 0.1
+        inner = (box[0] + inset, box[1] + inset, box[2] - inset, box[3] - inset)
+        self.marks.append(Mark(inner, shape=name, colour=colour))
         return thing
 
     def finish(self) -> Image.Image:
@@ -454,7 +451,7 @@ def _chart_scene(scene: Scene) -> list[Turn]:
         box = (x0, bottom - level * scale, x0 + step * 0.76, bottom)
         draw.rectangle(box, fill=_shade(colours[number_], rng, 14))
         scene.things.append(_Thing("bar", colours[number_], box, labels[number_] if labelled else None))
-        scene.marks.append(Mark(x0 + step * 0.38, (box[1] + bottom) / 2, colour=colours[number_]))
+        scene.marks.append(Mark(box, colour=colours[number_]))
         if font is not None:
             glyph = labels[number_]
             wide = font.getlength(glyph)
@@ -462,7 +459,7 @@ def _chart_scene(scene: Scene) -> list[Turn]:
             y = bottom + 1
             bounds = font.getbbox(glyph)
             draw.text((x, y - bounds[1] + 1), glyph, font=font, fill=ink)
-            scene.marks.append(Mark(x + wide / 2, y + (bounds[3] - bounds[1]) / 2, glyph=glyph.lower()))
+            scene.marks.append(Mark((x, y, x + wide, y + bounds[3] - bounds[1] + 1), glyph=glyph.lower()))
     if rng.random() < 0.5:
         draw.line((left, bottom, right, bottom), fill=ink, width=1)
     best = levels.index(max(levels))
@@ -581,3 +578,32 @@ def make_sample(
         if turns:
             rng.shuffle(turns)
             return Sample([s.finish() for s in scenes], turns[:most_turns], [s.marks for s in scenes])
+
+
+def make_page(rng: random.Random, width: int, height: int, easy: float = 0.0) -> tuple[Image.Image, list[Mark]]:
+    """Draw a picture full of strings and shapes, for learning what stands where before any question is asked.
+
+    Args:
+        rng: Source of every choice.
+        width: Pixels.
+        height: Pixels.
+        easy: As in ``make_sample``.
+
+    Returns:
+        The picture and everything in it.
+    """
+    scene = Scene(width, height, rng, TRAIN_WORDS, easy)
+    colours = scene.free_colours()
+    fails = 0
+    while fails < 3:
+        colour = rng.choice(colours)
+        if rng.random() < 0.8:
+            low = 16 + 8 * easy
+            size = int(math.exp(rng.uniform(math.log(low), math.log(max(low + 1, min(72.0, height * 0.7))))))
+            made = scene.write(colour, size)
+        else:
+            made = scene.shape(
+                rng.choice(SHAPES), colour, rng.uniform(14, max(16, min(90.0, min(width, height) * 0.4)))
+            )
+        fails += made is None
+    return scene.finish(), scene.marks

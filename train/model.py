@@ -346,6 +346,56 @@ class LanguageModel(nn.Module):
         return self.model.norm(x_STE)
 
 
+def cosine_filters(width: int) -> Tensor:
+    """First filters of the patch embedding: low cosines of brightness and of two colour differences.
+
+    Raw pixels are nearly all mean; cosines, scaled to about one, spare the first thousand steps of finding that out.
+
+    Args:
+        width: Tower width D, three times a number of cosines.
+
+    Returns:
+        float32 (D, 3 * 14 * 14).
+    """
+    k, x = torch.arange(14.0)[:, None], torch.arange(14.0)[None]
+    basis = torch.cos(math.pi * k * (x + 0.5) / 14) * torch.where(k == 0, (1 / 14) ** 0.5, (2 / 14) ** 0.5)
+    order = sorted(((u, v) for u in range(14) for v in range(14)), key=lambda uv: (uv[0] + uv[1], uv))
+    waves = torch.stack([torch.outer(basis[u], basis[v]) for u, v in order[: width // 3]])
+    scale = torch.full((len(waves),), 0.35)
+    scale[0] = 0.05
+    colours = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, -1.0], [1.0, -2.0, 1.0]])
+    colours = colours / colours.norm(dim=1, keepdim=True)
+    filters = colours[:, None, :, None, None] * (waves * scale[:, None, None])[None, :, None]
+    return filters.flatten(2).flatten(0, 1)
+
+
+def look_at_neighbours(block: Block, index: int, strength: float = 4.5) -> None:
+    """Bias the heads of a block towards the patch to the left, to the right, and above or below.
+
+    Two constant vectors in q and k, turned by RoPE, meet in a score that depends on the distance alone; turning one of
+    them beforehand moves its peak. A tower that starts out looking around learns glyphs several times sooner.
+
+    Args:
+        block: Changed in place.
+        index: Its number; even blocks look up, odd ones down.
+        strength: Size of the vectors.
+    """
+    width = block.wo.weight.shape[0]
+    head_dim = width // block.heads
+    freqs = 10000.0 ** (-torch.arange(0, head_dim, 4).float() / head_dim)
+    shifts = [(-1.0, 0.0), (1.0, 0.0), (0.0, -1.0 if index % 2 == 0 else 1.0)]
+    bias = torch.zeros(2, block.heads, head_dim // 4, 2, 2)
+    for head in range(block.heads):
+        dx, dy = shifts[head % 3]
+        for number in range(4):
+            for axis, shift in enumerate((dx, dy)):
+                angle = -freqs[number] * shift
+                bias[0, head, number, axis, 0] = strength
+                bias[1, head, number, axis, 0] = strength * math.cos(angle)
+                bias[1, head, number, axis, 1] = strength * math.sin(angle)
+    block.wqkv.bias[: 2 * width].copy_(bias.flatten())
+
+
 class DemoModel(nn.Module):
     """Tower, projector and decoder, in the K2.5 schema.
 
@@ -371,7 +421,13 @@ class DemoModel(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
             if name.endswith(("wo.weight", "fc1.weight", "o_proj.weight", "down_proj.weight", "lm_head.weight")):
-                nn.init.normal_(parameter, std=0.1 / math.sqrt(parameter.shape[1]))
+                nn.init.normal_(parameter, std=0.25 / math.sqrt(parameter.shape[1]))
+        with torch.no_grad():
+            tower = self.vision_tower
+            proj = tower.patch_embed.proj
+            proj.weight.copy_(cosine_filters(proj.weight.shape[0]).view_as(proj.weight))
+            for index, block in enumerate(tower.encoder.blocks[:-2]):
+                look_at_neighbours(block, index)
 
     def features(self, patches_BLC: Tensor, h: int, w: int) -> Tensor:
         """Language-width features of pictures of one grid.

@@ -18,12 +18,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from train.batches import LABEL_CLASSES, Batch, Stream
+from train.batches import LABEL_CLASSES, Batch, Page, Pages, Stream
 from train.config import demo_config
 from train.draw import KINDS
 from train.model import DemoModel
 
-STAGES = ((0, 5, 1.0), (60_000, 7, 0.6), (160_000, 12, 0.2), (260_000, 20, 0.0), (380_000, 33, 0.0))
+PAGES = 120_000
+"""Pictures from which the tower alone learns what stands where, before the first question."""
+STAGES = (
+    (0, 6, 1.0),
+    (60_000, 6, 0.3),
+    (PAGES, 6, 0.3),
+    (PAGES + 60_000, 9, 0.1),
+    (PAGES + 150_000, 16, 0.0),
+    (PAGES + 240_000, 33, 0.0),
+)
 """From so many pictures on: the largest side in merged tokens, and how much larger the smallest letters are."""
 
 
@@ -39,7 +48,7 @@ class Trainer:
         self.folder, self.rate = folder, rate
         torch.manual_seed(0)
         self.model = DemoModel(demo_config())
-        self.head = nn.Linear(demo_config()["text_config"]["hidden_size"], sum(LABEL_CLASSES))
+        self.head = nn.Linear(demo_config()["text_config"]["hidden_size"], 4 * sum(LABEL_CLASSES))
         names, self.masters = [], []
         for prefix, module in (("", self.model), ("head.", self.head)):
             for name, parameter in module.named_parameters():
@@ -146,8 +155,7 @@ class Trainer:
         groups = []
         dense = torch.zeros(())
         for (h, w), patches, labels in zip(batch.grids, batch.patches, batch.labels, strict=True):
-            pixels = ((patches.float() / 255.0 - 0.5) * 2.0).bfloat16()
-            features = self.model.features(pixels, h, w)
+            features = self.model.features(normalised(patches), h, w)
             groups.append(features)
             dense = dense + dense_loss(self.head(features).float(), labels) / len(batch.grids)
         features_ME = torch.cat([groups[group][index] for group, index in batch.order])
@@ -164,6 +172,26 @@ class Trainer:
         wrong = torch.zeros(count).index_add(0, answers, (logits.argmax(-1) != target).float())
         return loss, dense, wrong == 0
 
+    def page_step(self, page: Page, rate: float) -> tuple[float, float]:
+        """One update of tower and projector from dense labels alone.
+
+        Args:
+            page: Rows and columns of patches, patches, labels.
+            rate: Learning rate.
+
+        Returns:
+            Dense loss, and the share of glyph patches that are named right.
+        """
+        h, w, patches, labels = page
+        logits = self.head(self.model.features(normalised(patches), h, w)).float()
+        dense = dense_loss(logits, labels)
+        dense.backward()
+        self._update(rate)
+        self.pictures += len(patches)
+        glyphs = labels[..., 0]
+        named = logits.unflatten(-1, (4, -1))[..., : LABEL_CLASSES[0]].argmax(-1)
+        return dense.item(), (named == glyphs)[glyphs > 0].float().mean().item()
+
     def step(self, batch: Batch, rate: float, dense_weight: float) -> tuple[float, float, Tensor]:
         """One update.
 
@@ -177,32 +205,40 @@ class Trainer:
         """
         loss, dense, exact = self.losses(batch)
         (loss + dense_weight * dense).backward()
-        for working, master in zip(self.working, self.masters, strict=True):
-            master.grad = None if working.grad is None else working.grad.float()
-            working.grad = None
-        nn.utils.clip_grad_norm_(self.masters, 1.0)
-        for optimiser in (self.muon, self.adam):
-            for group in optimiser.param_groups:
-                group["lr"] = rate * (2 if optimiser is self.muon else 1)
-            optimiser.step()
-        self._publish()
-        self.steps += 1
+        self._update(rate)
         self.pictures += sum(len(p) for p in batch.patches)
         return loss.item(), dense.item(), exact
 
+    def _update(self, rate: float) -> None:
+        for working, master in zip(self.working, self.masters, strict=True):
+            master.grad = None if working.grad is None else working.grad.float()
+            working.grad = None
+        nn.utils.clip_grad_norm_([master for master in self.masters if master.grad is not None], 1.0)
+        for optimiser in (self.muon, self.adam):
+            for group in optimiser.param_groups:
+                group["lr"] = rate * (1.5 if optimiser is self.muon else 1)
+            optimiser.step()
+        self._publish()
+        self.steps += 1
+
+
+def normalised(patches: Tensor) -> Tensor:
+    """uint8 pixels as bfloat16 from -1 to 1."""
+    return ((patches.float() / 255.0 - 0.5) * 2.0).bfloat16()
+
 
 def dense_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of the six labels of each merged token; filled tokens weigh as much as empty ones.
+    """Cross-entropy of the labels of each patch; filled patches weigh as much as empty ones.
 
     Args:
-        logits: (B, M, sum of classes).
-        labels: (B, M, 6).
+        logits: (B, M, 4 * sum of classes).
+        labels: (B, M, 4, 4).
 
     Returns:
         A scalar.
     """
     total = torch.zeros(())
-    for number, part in enumerate(logits.flatten(0, 1).split(list(LABEL_CLASSES), dim=-1)):
+    for number, part in enumerate(logits.unflatten(-1, (4, -1)).flatten(0, 2).split(list(LABEL_CLASSES), dim=-1)):
         target = labels[..., number].flatten()
         each = F.cross_entropy(part, target, reduction="none")
         filled = target > 0
@@ -220,7 +256,6 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--patches", type=int, default=5000, help="patches of a batch")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--stages", type=float, default=1.0, help="stretches the curriculum")
     parser.add_argument("--peers", type=int, default=1, help="processes that train together, one core each")
     parser.add_argument("--rank", type=int, default=0, help="number of this one; 0 writes the log and the state")
     parser.add_argument("--meet", type=float, default=45, help="seconds between two meetings of the peers")
@@ -253,25 +288,30 @@ def main() -> None:
             met, met_steps, met_pictures = time.monotonic(), trainer.steps, trainer.pictures
         if stop:
             break
-        current = max(i for i, (start, _, _) in enumerate(STAGES) if trainer.pictures >= start * options.stages)
+        current = max(i for i, (start, _, _) in enumerate(STAGES) if trainer.pictures >= start)
         if current != stage:
             stage = current
             _, cells, easy = STAGES[stage]
-            stream = Stream(f"{trainer.steps}.{options.rank}", cells, options.patches, easy)
-            loader = iter(DataLoader(stream, batch_size=None, num_workers=1, prefetch_factor=6))
-        batch = next(loader)
+            seed = f"{trainer.steps}.{options.rank}"
+            asking = trainer.pictures >= PAGES
+            source = Stream(seed, cells, options.patches, easy) if asking else Pages(seed, cells, 2000, easy)
+            loader = iter(DataLoader(source, batch_size=None, num_workers=1, prefetch_factor=6))
         left = options.minutes * 60 - (now - begin)
         rate = options.rate * min(1.0, (trainer.steps + 1) / 150)
         if options.decay > 0:
             rate *= min(1.0, left / (options.decay * 60))
-        dense_weight = 1.0 if trainer.pictures < 150_000 else 0.4
-        loss, dense, right = trainer.step(batch, rate, dense_weight)
-        if not math.isfinite(loss):
-            raise SystemExit(f"loss {loss} at step {trainer.steps}")
+        batch = next(loader)
+        loss = 0.0
+        if isinstance(batch, Batch):
+            loss, dense, right = trainer.step(batch, rate, 0.5)
+            for kind, ok in zip(batch.kinds.tolist(), right.tolist(), strict=True):
+                exact[KINDS[kind]][0] += ok
+                exact[KINDS[kind]][1] += 1
+        else:
+            dense, loss = trainer.page_step(batch, rate)
+        if not math.isfinite(dense + loss):
+            raise SystemExit(f"dense {dense}, loss {loss} at step {trainer.steps}")
         sums = [sums[0] + loss, sums[1] + dense, sums[2] + 1]
-        for kind, ok in zip(batch.kinds.tolist(), right.tolist(), strict=True):
-            exact[KINDS[kind]][0] += ok
-            exact[KINDS[kind]][1] += 1
         if options.rank == 0 and now - last > 60:
             trainer.spent = already + now - begin
             row = {
@@ -282,7 +322,7 @@ def main() -> None:
                 "dense": round(sums[1] / sums[2], 4),
                 "rate": round(rate, 6),
                 "cells": STAGES[stage][1],
-                "exact": {kind: round(a / max(1, b), 3) for kind, (a, b) in exact.items()},
+                "exact": {kind: round(a / b, 3) for kind, (a, b) in exact.items() if b},
             }
             options.folder.mkdir(parents=True, exist_ok=True)
             with (options.folder / "log.jsonl").open("a") as log:
