@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from moonvit.errors import ConfigError
+from moonvit.grids import MAX_SIDE
 
 PATCH = 14
 """Side of a patch in pixels; every released family has this one."""
@@ -36,14 +37,32 @@ class ImageRule:
         frame_patch_limit: ``patch_limit`` of one video frame; 0 where the family takes no video.
         alpha: ``"white"`` composites on white before the resize, ``"chessboard"`` on K3's 8-pixel chessboard after it,
             ``"drop"`` forgets alpha as the official Kimi-VL and K2.5 processors do.
+        rgb_first: Pictures become RGB before the resize (K2.5); if not, after it (Kimi-VL, K3). It shows for modes that
+            do not commute with resampling, such as CMYK.
+        token_limit: A cap of one's own on the tokens of a picture, held after padding; None is the family's rule alone.
     """
 
     kind: Literal["navit", "kimi-vl"] = "navit"
     patch_limit: int = 16384
-    side_limit: int = 512
+    side_limit: int = MAX_SIDE
     pad: bool = True
     frame_patch_limit: int = 4096
     alpha: Literal["white", "chessboard", "drop"] = "white"
+    rgb_first: bool = True
+    token_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least, most in (("patch_limit", 1, None), ("side_limit", 2, MAX_SIDE), ("token_limit", 1, None)):
+            value = getattr(self, name)
+            if value is None and name == "token_limit":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least or (most and value > most):
+                allowed = f"at least {least}" if most is None else f"{least} to {most}"
+                raise ConfigError(f"{name} = {value!r}, allowed are whole numbers of {allowed}", param=name)
+        if self.token_limit is not None and not self.pad:
+            raise ConfigError(
+                "token_limit needs a rule that pads: cropped pictures are not shrunk", param="token_limit"
+            )
 
 
 @dataclass(frozen=True)
@@ -127,7 +146,7 @@ FAMILIES: dict[Family, VisionConfig] = {
         qkv_size=1152,
         text_hidden_size=2048,
         pos_emb_time=1,
-        rule=ImageRule(kind="kimi-vl", patch_limit=4096, frame_patch_limit=0),
+        rule=ImageRule(kind="kimi-vl", patch_limit=4096, frame_patch_limit=0, rgb_first=False),
     ),
     "kimi-k2.5": VisionConfig(
         family="kimi-k2.5",
@@ -153,7 +172,7 @@ FAMILIES: dict[Family, VisionConfig] = {
         patch_bias=False,
         pos_emb_mode="bilinear",
         projector="post_norm",
-        rule=ImageRule(patch_limit=65536, frame_patch_limit=0, alpha="chessboard"),
+        rule=ImageRule(patch_limit=65536, frame_patch_limit=0, alpha="chessboard", rgb_first=False),
     ),
 }
 
@@ -255,6 +274,11 @@ def _get(source: Any, name: str) -> Any:
     return getattr(source, name, None)
 
 
+def _top(config: Any, name: str) -> Any:
+    """A field that re-saved transformers checkpoints keep beside vision_config instead of in it."""
+    return _get(config, name) if name.startswith("projection_") else None
+
+
 def _agreed(found: dict[str, Any]) -> Any:
     """The one value several spellings of a field hold, None where there is none."""
     values = {key: value for key, value in found.items() if value is not None}
@@ -296,10 +320,9 @@ def config_from_dict(config: Any, preprocessor: Mapping[str, Any] | None = None)
     found: dict[str, Any] = {}
     for field, spellings in _SPELLINGS.items():
         names = {f"vision_config.{name}": _get(vision, name) for name in spellings}
+        names |= {name: _top(config, name) for name in spellings}
         if field == "text_hidden_size":
             names["text_config.hidden_size"] = _get(text, "hidden_size")
-        if field == "projector_norm_eps":
-            names["projection_layer_norm_eps"] = _get(config, "projection_layer_norm_eps")
         value = _agreed(names)
         if value is not None:
             found[field] = value
@@ -307,7 +330,7 @@ def config_from_dict(config: Any, preprocessor: Mapping[str, Any] | None = None)
     if rope_theta is not None:
         found["rope_theta"] = rope_theta
     for name, allowed in _FIXED.items():
-        value = _get(vision, name)
+        value = _agreed({f"vision_config.{name}": _get(vision, name), name: _top(config, name)})
         if value is not None and value not in allowed and not (name == "merge_kernel_size" and list(value) == [2, 2]):
             raise ConfigError(
                 f"vision_config.{name} = {value!r} is not supported; supported: {allowed[0]!r}", param=name
@@ -327,7 +350,7 @@ def config_from_dict(config: Any, preprocessor: Mapping[str, Any] | None = None)
     if family == "kimi-vl":
         found.pop("pos_emb_time", None)
     for spelling in ("mm_hidden_size", "projection_hidden_size"):
-        merged = _get(vision, spelling)
+        merged = _agreed({f"vision_config.{spelling}": _get(vision, spelling), spelling: _top(config, spelling)})
         width = found.get("hidden_size", FAMILIES[family].hidden_size)
         if merged is not None and merged != width:
             raise ConfigError(
@@ -387,8 +410,14 @@ def rule_from_dict(config: VisionConfig, preprocessor: Mapping[str, Any]) -> Ima
             "chessboard_white_value": 255,
             "chessboard_gray_value": 180,
         }
-        if {**released, **background} != released:
-            raise ConfigError(f"transparent_bg_config = {background!r} is not supported", param="transparent_bg_config")
+        # Settings that are left out have other values in the official code than the released ones.
+        if dict(background) != released or "transparent_bg_fill_stage" not in settings:
+            raise ConfigError(
+                f"transparent_bg_config = {background!r} at stage "
+                f"{settings.get('transparent_bg_fill_stage', 'before_resize')!r} is not supported; supported: "
+                f"{released!r} at stage 'after_resize'",
+                param="transparent_bg_config",
+            )
         changes["alpha"] = "chessboard"
     return replace(config.rule, **changes)
 

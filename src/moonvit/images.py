@@ -14,12 +14,13 @@ import hashlib
 import io
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, BinaryIO
 
 import numpy as np
-from PIL import BmpImagePlugin, GifImagePlugin, Image, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+from PIL import BmpImagePlugin, GifImagePlugin, Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
 from moonvit.errors import ImageError, MediaFetchError, UnsupportedMediaError
 from moonvit.headers import READABLE, BrokenError, Header, detect, jpeg_pixels, png_pixels, read_header
@@ -47,7 +48,7 @@ __all__ = [
 MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV"})
 """Pillow modes of a ``Picture``."""
 
-_PLUGINS = {
+_PLUGINS: dict[str, Callable[[BinaryIO], ImageFile.ImageFile]] = {
     "JPEG": JpegImagePlugin.JpegImageFile,
     "PNG": PngImagePlugin.PngImageFile,
     "WebP": WebPImagePlugin.WebPImageFile,
@@ -260,8 +261,9 @@ def _decode(content: bytes, limits: Limits, index: int) -> tuple[Image.Image, tu
     header = _header(stream, limits, index)
     try:
         strip = _STRIPPED.get(header.format)
+        encoded = io.BytesIO(strip(stream, content) if strip else content)
         # The plugin and not Image.open: that warns, or not, by a setting of the whole process.
-        opened = _PLUGINS[header.format](io.BytesIO(strip(stream, content)) if strip else stream)
+        opened = _PLUGINS[header.format](encoded)
         if opened.size != (header.width, header.height):
             raise BrokenError("it contradicts itself about its size")
         opened.load()
@@ -309,10 +311,8 @@ def _allowed(image: Image.Image, index: int) -> Image.Image:
     if image.mode.startswith("I;16"):
         return _high_bytes(image)
     if image.mode not in MODES:
-        raise _fail(
-            index,
-            f"mode {image.mode} has no fixed range of values; convert it to L, I;16 or RGB first",
-        )
+        # I and F have no fixed range of values, LAB no fixed meaning: what they show is not guessed.
+        raise _fail(index, f"pictures of mode {image.mode} are not read; convert it to RGB, L or I;16 first")
     return image
 
 

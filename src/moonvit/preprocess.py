@@ -4,29 +4,31 @@ The arithmetic is that of the official processors: float64 scale, truncation, Pi
 padding to the right and below. Patches stay uint8; the tower normalises them with ``NORMALISE``, chunk by chunk.
 
 Two corner cases differ from the official order on purpose. Palette and 1-bit pictures become RGB(A) before the resize,
-where the official processors let Pillow resize palette indices with nearest neighbour. Transparency of Kimi-VL and K2.5
-pictures is composited on white unless the rule says ``"drop"``.
+where the official Kimi-VL and K3 processors let Pillow resize palette indices with nearest neighbour; pictures in which
+one colour stands for transparency become RGBA before K3's. Transparency of Kimi-VL and K2.5 pictures is composited on
+white unless the rule says ``"drop"``.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
-from moonvit.images import Picture
 from numpy.typing import NDArray
 from PIL import Image
 
 from moonvit.errors import ImageError
 from moonvit.families import PATCH, PATCH_VALUES, ImageRule, VisionConfig, family_config
 from moonvit.grids import MAX_SIDE, MERGE, Grid, as_grid
+from moonvit.images import Picture, open_picture
 
 CELL = PATCH * MERGE
 """Pixels along one language token."""
 _BAND = 8
 """Patch rows that are cut at a time: the picture is never copied whole."""
+_INDEXED = ("P", "PA", "1")
+"""Modes whose values are no amounts, so that means of them say nothing."""
 
 
 def _normalise_table() -> NDArray[np.float32]:
@@ -77,6 +79,8 @@ class Patches:
 def resize_plan(rule: ImageRule, width: int, height: int) -> Resized:
     """Apply a family's rule to a picture size.
 
+    The order of the terms and float64 matter: float32 changes the outcome for about one size in 150.
+
     Args:
         rule: The rule.
         width: Pixels of the upright picture.
@@ -87,18 +91,38 @@ def resize_plan(rule: ImageRule, width: int, height: int) -> Resized:
 
     Raises:
         ImageError: A side is under one pixel, or, for Kimi-VL, the padded picture has 512 patches or more on a side.
+        GridError: A rule that crops leaves no patches, or an odd number of them.
     """
     if width < 1 or height < 1:
         raise ImageError(f"picture of {width} x {height} pixels: a side must be at least 1")
+    new = _kimi_vl_size(rule, width, height) if rule.kind == "kimi-vl" else _navit_size(rule, width, height)
+    if not rule.pad:
+        h, w = new[1] // PATCH, new[0] // PATCH
+        resized = Resized(*new, w * PATCH, h * PATCH, Grid(1, h, w))
+    else:
+        resized = _padded(*new)
+        if rule.token_limit is not None and resized.grid.tokens > rule.token_limit:
+            resized = _capped(width, height, rule.token_limit)
     if rule.kind == "kimi-vl":
-        return _kimi_vl_plan(rule, width, height)
-    # The order of the terms and float64 matter: float32 changes the outcome for about one size in 150.
+        _refuse_long_sides(width, height, resized.grid)
+    return resized if rule.pad else replace(resized, grid=as_grid(resized.grid))
+
+
+def _navit_size(rule: ImageRule, width: int, height: int) -> tuple[int, int]:
+    """K2.5 and K3: fit the patches of the whole and of each side, never enlarge."""
     by_patches = math.sqrt(rule.patch_limit / (max(1.0, width // PATCH) * max(1.0, height // PATCH)))
     side = rule.side_limit * PATCH
     scale = min(1.0, by_patches, side / width, side / height)
-    new_width = min(max(1, int(width * scale)), side)
-    new_height = min(max(1, int(height * scale)), side)
-    return _padded(new_width, new_height)
+    return min(max(1, int(width * scale)), side), min(max(1, int(height * scale)), side)
+
+
+def _kimi_vl_size(rule: ImageRule, width: int, height: int) -> tuple[int, int]:
+    """Kimi-VL: fit the patches of the whole; a side is not looked at here."""
+    patches = (width // PATCH) * (height // PATCH)
+    if patches <= rule.patch_limit:
+        return width, height
+    scale = math.sqrt(rule.patch_limit / patches)
+    return max(1, int(width * scale)), max(1, int(height * scale))
 
 
 def _padded(width: int, height: int) -> Resized:
@@ -107,27 +131,27 @@ def _padded(width: int, height: int) -> Resized:
     return Resized(width, height, padded_width, padded_height, grid)
 
 
-def _kimi_vl_plan(rule: ImageRule, width: int, height: int) -> Resized:
-    patches = (width // PATCH) * (height // PATCH)
-    new_width, new_height = width, height
-    if patches > rule.patch_limit:
-        scale = math.sqrt(rule.patch_limit / patches)
-        new_width, new_height = max(1, int(width * scale)), max(1, int(height * scale))
-    if rule.pad:
-        resized = _padded(new_width, new_height)
-        _, h, w = resized.grid
-    else:
-        h, w = new_height // PATCH, new_width // PATCH
-        resized = Resized(new_width, new_height, w * PATCH, h * PATCH, Grid(1, h, w))
-    for name, side in (("width", w), ("height", h)):
+def _capped(width: int, height: int, tokens: int) -> Resized:
+    """The largest size of the same proportions that has no more tokens, padding included."""
+    low, high = 0.0, 1.0
+    best = _padded(1, 1)
+    for _ in range(64):  # until neighbouring floats
+        scale = (low + high) / 2
+        tried = _padded(max(1, int(width * scale)), max(1, int(height * scale)))
+        if tried.grid.tokens <= tokens:
+            low, best = scale, tried
+        else:
+            high = scale
+    return best
+
+
+def _refuse_long_sides(width: int, height: int, grid: Grid) -> None:
+    for name, side in (("width", grid.w), ("height", grid.h)):
         if side >= MAX_SIDE:
             raise ImageError(
                 f"picture of {width} x {height} pixels: its {name} becomes {side} patches of {PATCH} pixels, Kimi-VL "
                 f"allows at most {MAX_SIDE - 1}"
             )
-    if not rule.pad:
-        as_grid(resized.grid)
-    return resized
 
 
 def tokens_for(model: str | VisionConfig, width: int, height: int) -> int:
@@ -153,7 +177,7 @@ def patches_from(picture: Picture | Image.Image, rule: ImageRule) -> Patches:
     """Resize, pad and cut a picture.
 
     Args:
-        picture: An opened picture, or an upright PIL image.
+        picture: An opened picture, or a PIL image, which is opened as ``open_picture`` does.
         rule: The family's rule.
 
     Returns:
@@ -162,35 +186,43 @@ def patches_from(picture: Picture | Image.Image, rule: ImageRule) -> Patches:
     Raises:
         ImageError: The picture is not legal for the family.
     """
-    image = picture.image if isinstance(picture, Picture) else picture
-    source_size = picture.size if isinstance(picture, Picture) else image.size
-    resized = resize_plan(rule, *image.size)
-    image = _flat(image, rule, (resized.width, resized.height))
+    opened = open_picture(picture) if isinstance(picture, Image.Image) else picture
+    resized = resize_plan(rule, *opened.size)
+    image = _flat(opened.image, rule, (resized.width, resized.height))
     if not rule.pad:
         left = round((image.width - resized.padded_width) / 2)
         top = round((image.height - resized.padded_height) / 2)
         image = image.crop((left, top, left + resized.padded_width, top + resized.padded_height))
-    return Patches(_cut(image, resized.grid), resized.grid, source_size)
+    return Patches(_cut(image, resized.grid), resized.grid, opened.size)
 
 
 def _flat(image: Image.Image, rule: ImageRule, size: tuple[int, int]) -> Image.Image:
     """The picture as RGB at its new size, transparency dealt with."""
-    transparent = "A" in image.getbands() or "transparency" in image.info
-    if transparent and rule.alpha != "drop":
-        image = image if image.mode == "RGBA" else image.convert("RGBA")
-        if rule.alpha == "chessboard":
-            image = image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
-            return _on_chessboard(image)
-        ground = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(ground, image).convert("RGB")
-    elif transparent and rule.kind == "kimi-vl":
-        # The official Kimi-VL processor forgets alpha after the resize, which Pillow does premultiplied.
-        image = image if image.mode == "RGBA" else image.convert("RGBA")
-    elif image.mode not in ("RGB", "L"):
-        image = image.convert("RGB")
-    if image.size != size:
-        image = image.resize(size, Image.Resampling.BICUBIC)
+    transparent = image.has_transparency_data
+    if image.mode in _INDEXED:
+        image = image.convert("RGBA" if transparent else "RGB")
+    if transparent and rule.alpha == "white":
+        image = _on_white(image if image.mode == "RGBA" else image.convert("RGBA"))
+    elif transparent and rule.alpha == "chessboard":
+        return _on_chessboard(_resized(image if image.mode == "RGBA" else image.convert("RGBA"), size))
+    elif rule.rgb_first and image.mode != "L":  # grey gives the same either way, at a third of the work
+        image = _rgb(image)
+    return _rgb(_resized(image, size))
+
+
+def _resized(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
+
+
+def _rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """Composite RGBA on white."""
+    result = Image.new("RGB", image.size, "white")
+    result.paste(image, mask=image.getchannel("A"))
+    return result
 
 
 def _on_chessboard(image: Image.Image) -> Image.Image:
@@ -211,7 +243,7 @@ def _on_chessboard(image: Image.Image) -> Image.Image:
 
 def _cut(image: Image.Image, grid: Grid) -> NDArray[np.uint8]:
     _, h, w = grid
-    patches: NDArray[Any] = np.zeros((h, w, 3, PATCH, PATCH), dtype=np.uint8)
+    patches: NDArray[np.uint8] = np.zeros((h, w, 3, PATCH, PATCH), dtype=np.uint8)
     for row in range(0, h, _BAND):
         top, bottom = row * PATCH, min((row + _BAND) * PATCH, h * PATCH)
         held = min(bottom, image.height)

@@ -34,6 +34,8 @@ _GRACE = 1.0
 _WHITESPACE = b" \t\n\r\f"
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 _PORTS = {"http": 80, "https": 443}
+_DATA = re.compile(r"\s*data:", re.IGNORECASE)
+_SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _METADATA = frozenset({"168.63.129.16"})
 """Instance metadata at an address that is otherwise public; the usual ones are link-local or private."""
@@ -105,7 +107,11 @@ class FetchPolicy:
 
 
 def _plain_host(host: str) -> str:
-    return host.strip("[]").rstrip(".").lower()
+    plain = host.strip().strip("[]").rstrip(".").lower()
+    try:
+        return plain if plain.isascii() else plain.encode("idna").decode("ascii")
+    except UnicodeError:
+        return plain
 
 
 def _fail(kind: type[ImageError], index: int, reason: str) -> ImageError:
@@ -116,8 +122,8 @@ def _fail(kind: type[ImageError], index: int, reason: str) -> ImageError:
 
 
 def is_data_url(source: str) -> bool:
-    """Whether a string is a ``data:`` URL; case does not matter."""
-    return source[:5].lower() == "data:"
+    """Whether a string is a ``data:`` URL; case and whitespace before it do not matter."""
+    return _DATA.match(source) is not None
 
 
 def data_url_bytes(url: str, limits: Limits = DEFAULT_LIMITS, index: int = 0) -> bytes:
@@ -138,11 +144,12 @@ def data_url_bytes(url: str, limits: Limits = DEFAULT_LIMITS, index: int = 0) ->
     Raises:
         ImageError: It is not a data URL, is not well-formed, holds nothing, or too much.
     """
-    comma = url.find(",", 0, _HEADER)
-    if not is_data_url(url) or comma < 0:
+    scheme = _DATA.match(url)
+    comma = url.find(",", scheme.end(), scheme.end() + _HEADER) if scheme else -1
+    if scheme is None or comma < 0:
         reason = f"a data: URL needs a comma within its first {_HEADER} characters: data:image/png;base64,..."
         raise _fail(ImageError, index, reason)
-    *parameters, last = url[5:comma].split(";")
+    *parameters, last = url[scheme.end() : comma].split(";")
     is_base64 = bool(parameters) and last.strip().lower() == "base64"
     if any(parameter.strip().lower() == "base64" for parameter in parameters[1:]):
         raise _fail(ImageError, index, "';base64' must stand last before the comma of a data: URL")
@@ -191,7 +198,7 @@ def _from_base64(text: bytes, limits: Limits, index: int) -> bytes:
 
 def is_address(source: str) -> bool:
     """Whether a string is an address with a scheme, such as ``https://...`` or ``file://...``, and no local path."""
-    return re.match(r"\s*[A-Za-z][A-Za-z0-9+.-]*://", source) is not None
+    return _SCHEME.match(source) is not None
 
 
 def fetch_bytes(url: str, policy: FetchPolicy | None, limits: Limits = DEFAULT_LIMITS, index: int = 0) -> bytes:
@@ -284,14 +291,15 @@ async def _ask(
     """One request, to an address that was checked."""
     import httpx
 
-    port = address.port or _PORTS.get(address.scheme, 0)
+    host = address.raw_host.decode("ascii")
     if address.scheme not in _PORTS:
-        raise _fail(MediaFetchError, index, f"scheme {address.scheme!r}: only http and https are fetched")
+        raise _fail(MediaFetchError, index, f"scheme {address.scheme[:20]!r}: only http and https are fetched")
     if address.userinfo:
         raise _fail(MediaFetchError, index, "an address with a user name or password is not fetched")
-    if not address.host or not policy.allows(address.host, port):
+    port = _PORTS[address.scheme] if address.port is None else address.port
+    if not host or not 1 <= port <= 65535 or not policy.allows(host, port):
         raise _fail(MediaFetchError, index, f"{_shown(address)} is not one of the hosts that may be fetched from")
-    numbers = await _resolve(address, port, policy, index)
+    numbers = await _resolve(address, host, port, policy, index)
     headers = {
         "host": address.netloc.decode("ascii"),
         "accept": "image/png,image/jpeg,image/webp,image/gif,image/bmp",
@@ -300,7 +308,7 @@ async def _ask(
     }
     wait = dict.fromkeys(("read", "write", "pool"), limits.fetch_seconds)
     wait["connect"] = limits.fetch_seconds / len(numbers)
-    extensions = {"timeout": wait, "sni_hostname": address.raw_host.decode("ascii")}
+    extensions = {"timeout": wait, "sni_hostname": host.rstrip(".")}
     for place, number in enumerate(numbers):
         request = httpx.Request("GET", address.copy_with(host=number), headers=headers, extensions=extensions)
         try:
@@ -311,10 +319,10 @@ async def _ask(
     raise AssertionError("a name always resolves to at least one number here")
 
 
-async def _resolve(address: httpx.URL, port: int, policy: FetchPolicy, index: int) -> list[str]:
+async def _resolve(address: httpx.URL, host: str, port: int, policy: FetchPolicy, index: int) -> list[str]:
     """IP addresses of a host, in the order of the resolver, all of them allowed."""
     try:
-        found = await asyncio.get_running_loop().getaddrinfo(address.host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         raise _fail(MediaFetchError, index, f"the host of {_shown(address)} has no address") from None
     numbers = list(dict.fromkeys(str(entry[4][0]) for entry in found))
