@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,11 @@ from moonvit.engines.embedded.decoder import Decoder
 from moonvit.engines.embedded.sampling import Defaults, Sampler, StopStrings, check_sampling, defaults_from_dict
 from moonvit.engines.embedded.worker import Job, Steps, Worker
 from moonvit.errors import CheckpointError, ConfigError, EngineError, MoonvitError, RequestError, TooLargeError
-from moonvit.images import FetchPolicy, Limits, picture_size
-from moonvit.plan import Budget, Plan, make_plan
-from moonvit.preprocess import resize_plan
+from moonvit.images import open_picture
+from moonvit.plan import Budget, Plan
 from moonvit.prompts import CallArguments, CallStart, ChatFormat, Content, Event, Prompt, Reasoning, chat_format
 from moonvit.prompts.messages import ImagePart
+from moonvit.sources import DEFAULT_LIMITS, FetchPolicy, Limits, fetch_bytes, is_address
 
 GENERATION = "generation_config.json"
 PREFILL = 512
@@ -148,7 +148,7 @@ class EmbeddedEngine:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | str = "bfloat16",
         budget: Budget | int | str = "auto",
-        limits: Limits | None = None,
+        limits: Limits = DEFAULT_LIMITS,
         fetch: FetchPolicy | None = None,
         name: str | None = None,
         prefill: int = PREFILL,
@@ -281,22 +281,20 @@ class EmbeddedEngine:
 
     def _render(self, request: GenerateRequest) -> tuple[Prompt, list[ImagePart], Plan | None]:
         pictures = [part for message in request.messages for part in message.images]
-        grids = []
-        for index, part in enumerate(pictures):
-            with _blaming(pictures, index):
-                size = part.source if isinstance(part.source, tuple) else self._size(part.source, index)
-                grids.append(resize_plan(self.encoder.config.rule, *size).grid)
         plan = None
-        if grids:
-            dtype = str(self.encoder.dtype).removeprefix("torch.")
-            plan = make_plan(self.encoder.config, grids, dtype=dtype, budget=self.encoder.budget)
-        prompt = self.prompts.render(
-            request.messages, [grid.tokens for grid in grids], tools=request.tools, thinking=request.thinking
-        )
+        if pictures:
+            with _blaming(pictures):
+                pictures = [self._brought(part, index) for index, part in enumerate(pictures)]
+                plan = self.encoder.plan([part.source for part in pictures])
+        tokens = [grid.tokens for grid in plan.grids] if plan else []
+        prompt = self.prompts.render(request.messages, tokens, tools=request.tools, thinking=request.thinking)
         return prompt, pictures, plan
 
-    def _size(self, source: Any, index: int) -> tuple[int, int]:
-        return picture_size(source, self.encoder.limits, index)
+    def _brought(self, part: ImagePart, index: int) -> ImagePart:
+        """What an address stands for is brought once, so that what is counted is what is encoded."""
+        if not (isinstance(part.source, str) and is_address(part.source)):
+            return part
+        return replace(part, source=fetch_bytes(part.source, self.encoder.fetch, self.encoder.limits, index))
 
     def _prepare(self, request: GenerateRequest) -> _Prepared:
         for message in request.messages:
@@ -316,8 +314,7 @@ class EmbeddedEngine:
                 f"the context of {self.info.model} is {limit}",
                 param="max_tokens",
             )
-        places = {position for first, length in prompt.spans for position in range(first, first + length)}
-        _check_ids((id for position, id in enumerate(prompt.ids) if position not in places), self.decoder)
+        _check_ids(_text_ids(prompt), self.decoder)
         return _Prepared(prompt, pictures, plan, limit - length if wanted is None else wanted)
 
     # -- the work, in the worker's thread --
@@ -343,15 +340,17 @@ class EmbeddedEngine:
         yield from self._answer(request, prepared, logits_V, cache)
 
     def _encode(self, prepared: _Prepared, indices: Sequence[int]) -> list[torch.Tensor]:
-        with _blaming(prepared.pictures, indices[0]):
-            encoded = self.encoder.encode([prepared.pictures[index].source for index in indices])
+        pictures, limits = prepared.pictures, self.encoder.limits
+        with _blaming(pictures):
+            opened = [open_picture(pictures[index].source, limits, index=index) for index in indices]
+        with _blaming(pictures, indices[0]):
+            encoded = self.encoder.encode(opened)
         for index, features in zip(indices, encoded, strict=True):
-            expected = (prepared.prompt.spans[index][1], self.decoder.width)
-            if tuple(features.tensor.shape) != expected:
-                shape = tuple(features.tensor.shape)
+            found, expected = tuple(features.tensor.shape), (prepared.prompt.spans[index][1], self.decoder.width)
+            if found != expected:
                 raise MoonvitError(
-                    f"picture {index}: the encoder gave {shape}, the prompt has room for {expected}",
-                    param=prepared.pictures[index].param or f"images[{index}]",
+                    f"picture {index}: the encoder gave {found}, the prompt has room for {expected}",
+                    param=pictures[index].param or f"images[{index}]",
                 )
         return [features.tensor for features in encoded]
 
@@ -437,15 +436,24 @@ def _check_ids(ids: Iterable[int], decoder: Decoder) -> None:
         )
 
 
+def _text_ids(prompt: Prompt) -> Iterator[int]:
+    start = 0
+    for first, length in prompt.spans:
+        yield from prompt.ids[start:first]
+        start = first + length
+    yield from prompt.ids[start:]
+
+
 @contextlib.contextmanager
-def _blaming(pictures: Sequence[ImagePart], first: int) -> Iterator[None]:
-    """Let an error about one of the pictures from ``first`` on name the client's own part of the request."""
+def _blaming(pictures: Sequence[ImagePart], first: int = 0) -> Iterator[None]:
+    """Let an error about picture n, counted from ``first``, name the client's own part of the request."""
     try:
         yield
     except MoonvitError as error:
-        item = re.fullmatch(r"items\[(\d+)\]", error.param or "")
-        index = first + (int(item[1]) if item else 0)
-        error.param = pictures[index].param or f"images[{index}]"
+        counted = re.fullmatch(r"(?:images|items|grids)\[(\d+)\]", error.param or "")
+        if counted:
+            index = first + int(counted[1])
+            error.param = pictures[index].param or f"images[{index}]"
         raise
 
 
