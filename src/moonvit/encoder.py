@@ -17,16 +17,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from moonvit.images import FetchPolicy, Limits, Picture, open_picture, picture_size
-from moonvit.plan import Budget, Plan, make_plan
 
 from moonvit.checkpoint import load_vision, read_config, resolve
-from moonvit.errors import ConfigError, EmptyInputError, GridError, ImageError, NonFiniteError
+from moonvit.errors import ConfigError, EmptyInputError, GridError, ImageError, InvalidInputError, NonFiniteError
 from moonvit.families import VisionConfig, family_config
 from moonvit.grids import Grid, as_grid, as_grids
+from moonvit.images import DEFAULT_LIMITS, FetchPolicy, Limits, Picture, fetch_bytes, open_picture, picture_size
 from moonvit.model import FLOAT_DTYPES, VisionModel, as_patches, check_frames
-from moonvit.preprocess import patches_from, resize_plan
+from moonvit.plan import Budget, Plan, make_plan
+from moonvit.preprocess import Patches, patches_from, resize_plan
+from moonvit.sources import is_address
 
+_ARRAYS = ("uint8", "float16", "float32", "float64")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
 
 
@@ -70,7 +72,7 @@ class VisionEncoder:
     ) -> None:
         self.model = model
         self.budget = budget if isinstance(budget, Budget) else Budget(budget)
-        self.limits = limits or Limits()
+        self.limits = limits or DEFAULT_LIMITS
         self.fetch = fetch
 
     @classmethod
@@ -192,22 +194,16 @@ class VisionEncoder:
             NonFiniteError: The model gave NaN or infinity.
         """
         listed = list(items) if isinstance(items, (list, tuple)) else [items]
+        listed = [self._fetched(item, index) for index, item in enumerate(listed)]
         plan = self._plan([self._picture_grid(item, index) for index, item in enumerate(listed)])
         results: list[torch.Tensor] = []
         sizes: list[tuple[int, int]] = []
         for batch in plan.batches:
             pixels = []
             for index in batch.indices:
-                picture = self._open(listed[index], index)
-                patches = patches_from(picture, self.config.rule)
-                if patches.grid != plan.grids[index]:
-                    raise ImageError(
-                        f"picture {index}: its header promises {tuple(plan.grids[index])} patches, it decodes to "
-                        f"{tuple(patches.grid)}",
-                        param=f"items[{index}]",
-                    )
+                patches = self._patches(listed[index], index, plan.grids[index])
                 pixels.append(patches.patches_LC)
-                sizes.append(picture.size)
+                sizes.append(patches.source_size)
             pack_LC = torch.from_numpy(pixels[0] if len(pixels) == 1 else np.concatenate(pixels))
             results += self._run(pack_LC, plan, batch.indices)
         self._refuse_non_finite(results)
@@ -231,8 +227,8 @@ class VisionEncoder:
             NonFiniteError: The model gave NaN or infinity.
         """
         checked = as_grids([grids] if isinstance(grids, Grid) else grids)
-        pack = torch.from_numpy(patches) if isinstance(patches, np.ndarray) else patches
-        _match_rows(pack.shape[0], checked)
+        pack = _as_tensor(patches)
+        _match_rows(pack, checked)
         pack_LC = as_patches(pack, sum(grid.patches for grid in checked))
         plan = self._plan(checked)
         starts = [0, *accumulate(grid.patches for grid in checked)]
@@ -251,18 +247,38 @@ class VisionEncoder:
         return make_plan(self.config, grids, dtype=name, budget=self.budget)
 
     def _grid(self, item: Any, index: int) -> Grid:
-        if isinstance(item, (list, tuple)):
-            if len(item) == 2:
-                return resize_plan(self.config.rule, *item).grid
-            return as_grid(item, index)
-        return self._picture_grid(item, index)
+        if not isinstance(item, (list, tuple)):
+            return self._picture_grid(item, index)
+        return self._sized_grid((item[0], item[1]), index) if len(item) == 2 else as_grid(item, index)
 
     def _picture_grid(self, item: Any, index: int) -> Grid:
-        size = item.size if isinstance(item, Picture) else picture_size(item, self.limits)
-        return resize_plan(self.config.rule, *size).grid
+        if isinstance(item, Picture):
+            return self._sized_grid(item.size, index)
+        return self._sized_grid(picture_size(item, self.limits, index, fetch=self.fetch), index)
 
-    def _open(self, item: Any, index: int) -> Picture:
-        return item if isinstance(item, Picture) else open_picture(item, self.limits, self.fetch, index)
+    def _sized_grid(self, size: tuple[int, int], index: int) -> Grid:
+        if not all(isinstance(side, int) for side in size):
+            raise ImageError(f"image {index}: {size} is not a width and a height in whole pixels", param=_param(index))
+        try:
+            return resize_plan(self.config.rule, *size).grid
+        except ImageError as error:
+            raise ImageError(f"image {index}: {error.message}", param=_param(index)) from None
+
+    def _fetched(self, item: Any, index: int) -> Any:
+        """An address is asked once, though a picture is looked at twice."""
+        if isinstance(item, str) and is_address(item):
+            return fetch_bytes(item, self.fetch, self.limits, index)
+        return item
+
+    def _patches(self, item: Any, index: int, planned: Grid) -> Patches:
+        picture = item if isinstance(item, Picture) else open_picture(item, self.limits, self.fetch, index)
+        patches = patches_from(picture, self.config.rule)
+        if patches.grid != planned:
+            raise ImageError(
+                f"image {index}: its header promises {tuple(planned)} patches, it decodes to {tuple(patches.grid)}",
+                param=_param(index),
+            )
+        return patches
 
     def _run(self, pack_LC: torch.Tensor, plan: Plan, indices: Sequence[int]) -> list[torch.Tensor]:
         meta = self.model.prepare([plan.grids[index] for index in indices], plan.rows)
@@ -277,9 +293,9 @@ class VisionEncoder:
         if not all(finite):
             index = finite.index(False)
             raise NonFiniteError(
-                f"picture {index}: the encoder gave NaN or infinity in {self.dtype}; "
+                f"image {index}: the encoder gave NaN or infinity in {self.dtype}; "
                 "check the weights, or use a dtype with more range",
-                param=f"items[{index}]",
+                param=_param(index),
             )
 
 
@@ -295,9 +311,24 @@ def _is_one(items: Any) -> bool:
     return not isinstance(items, (list, tuple)) or (bool(items) and all(isinstance(item, int) for item in items))
 
 
-def _match_rows(rows: int, grids: Sequence[Grid]) -> None:
+def _param(index: int) -> str:
+    return f"images[{index}]"
+
+
+def _as_tensor(patches: Any) -> torch.Tensor:
+    if isinstance(patches, torch.Tensor):
+        return patches
+    if not isinstance(patches, np.ndarray) or patches.dtype.name not in _ARRAYS:
+        what = f"an array of {patches.dtype}" if isinstance(patches, np.ndarray) else type(patches).__name__
+        raise InvalidInputError(f"patches are {what}: expected a tensor, or an array of {_ARRAYS}", param="patches")
+    # torch takes arrays that may be written to and that run forwards.
+    plain = patches.flags.writeable and all(stride >= 0 for stride in patches.strides)
+    return torch.from_numpy(patches if plain else patches.copy())
+
+
+def _match_rows(patches: torch.Tensor, grids: Sequence[Grid]) -> None:
     """Name the first image that the patches do not cover."""
-    end = 0
+    rows, end = patches.shape[0] if patches.ndim else 0, 0
     for index, grid in enumerate(grids):
         end += grid.patches
         if end > rows:

@@ -197,7 +197,9 @@ class PatchEmbed(nn.Module):
             rows_RC = patches_LC[chunk.start : chunk.stop]
             if rows_RC.dtype == torch.uint8:
                 rows_RC = meta.pixel_table.index_select(0, rows_RC.flatten().int()).view(rows_RC.shape)
-            _linear(rows_RC.to(weight_DC.dtype), weight_DC, self.proj.bias, hidden_LD[chunk.start : chunk.stop])
+            # A product of strided rows rounds differently; patches give the same bits however they lie.
+            rows_RC = rows_RC.to(weight_DC.dtype).contiguous()
+            _linear(rows_RC, weight_DC, self.proj.bias, hidden_LD[chunk.start : chunk.stop])
         self.pos_emb.add_to_(hidden_LD, meta)
         return hidden_LD
 

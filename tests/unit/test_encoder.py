@@ -10,16 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moonvit.images import open_picture
-from moonvit.plan import Budget
 from PIL import Image
 
 from moonvit import encoder as encoder_module
 from moonvit.checkpoint import save_vision
 from moonvit.encoder import Features, VisionEncoder
-from moonvit.errors import BudgetError, ConfigError, EmptyInputError, GridError, ImageError, NonFiniteError
+from moonvit.errors import (
+    BudgetError,
+    ConfigError,
+    EmptyInputError,
+    GridError,
+    ImageError,
+    InvalidInputError,
+    MediaFetchError,
+    NonFiniteError,
+)
 from moonvit.families import FAMILIES
 from moonvit.grids import Grid
+from moonvit.images import open_picture
+from moonvit.plan import Budget
 from moonvit.preprocess import patches_from, tokens_for
 from tests.parity.cases import GATE, random_patches, tiny
 from tests.parity.reference import max_relative_error
@@ -150,20 +159,16 @@ def test_pictures_live_no_longer_than_their_micro_batch(monkeypatch: pytest.Monk
     assert [len(batch.indices) for batch in enc.plan(same).batches] == [1, 1, 1, 1]
     alive: list[weakref.ref[Any]] = []
     most = 0
-    real_open, real_patches = encoder_module.open_picture, encoder_module.patches_from
+    real = encoder_module.open_picture
 
-    def watched_open(*args: Any, **kwargs: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
         nonlocal most
-        picture = real_open(*args, **kwargs)
+        picture = real(*args, **kwargs)
         alive.append(weakref.ref(picture.image))
         most = max(most, sum(one() is not None for one in alive))
         return picture
 
-    def copied(picture: Any, rule: Any) -> Any:
-        return real_patches(picture, rule)
-
-    monkeypatch.setattr(encoder_module, "open_picture", watched_open)
-    monkeypatch.setattr(encoder_module, "patches_from", copied)
+    monkeypatch.setattr(encoder_module, "open_picture", watched)
     enc.encode([png(picture) for picture in same])
     assert len(alive) == 4
     assert most <= 2
@@ -264,8 +269,58 @@ def test_over_budget_is_refused_with_both_numbers(no_work: None) -> None:
 
 def test_a_header_that_lies(enc: VisionEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder_module, "picture_size", lambda *args, **kwargs: (28, 28))
-    with pytest.raises(ImageError, match=r"picture 0: its header promises \(1, 2, 2\) patches, it decodes to"):
+    with pytest.raises(ImageError, match=r"image 0: its header promises \(1, 2, 2\) patches, it decodes to"):
         enc.encode(png(PICTURES[1]))
+
+
+def test_patches_that_are_no_patches(enc: VisionEncoder, no_work: None) -> None:
+    for wrong in (np.zeros((4, 588), dtype=np.int64), [[0.0] * 588] * 4, np.zeros((4, 588), dtype=object), "patches"):
+        with pytest.raises(InvalidInputError, match="expected a tensor, or an array of"):
+            enc.encode_patches(wrong, [(2, 2)])
+    with pytest.raises(InvalidInputError, match="int32"):
+        enc.encode_patches(torch.zeros(4, 588, dtype=torch.int32), [(2, 2)])
+    with pytest.raises(GridError, match="0 rows"):
+        enc.encode_patches(torch.tensor(1.0), [(2, 2)])
+
+
+def test_arrays_that_torch_does_not_take_as_they_are(enc: VisionEncoder) -> None:
+    patches = random_patches([(1, 2, 4)]).numpy()
+    expected = enc.encode_patches(patches, [(2, 4)])[0]
+    backwards = patches[::-1].copy()[::-1]
+    frozen = patches.copy()
+    frozen.flags.writeable = False
+    for given in (backwards, frozen, np.asfortranarray(patches)):
+        assert torch.equal(enc.encode_patches(given, [(2, 4)])[0], expected)
+
+
+def test_a_size_no_rule_takes_is_named(enc: VisionEncoder, no_work: None) -> None:
+    with pytest.raises(ImageError, match=r"image 1: .*0 x 20"):
+        enc.plan([(28, 28), (0, 20)])
+    with pytest.raises(ImageError, match=r"image 1: \(20\.5, 20\) is not a width and a height"):
+        enc.plan([(28, 28), (20.5, 20)])
+    if enc.config.family == "kimi-vl":
+        with pytest.raises(ImageError, match=r"image 1: .*511") as caught:
+            enc.plan([(28, 28), (20000, 1)])
+        assert caught.value.param == "images[1]"
+
+
+def test_an_address_is_asked_once(enc: VisionEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def fetch(url: str, policy: Any, limits: Any, index: int) -> bytes:
+        asked.append((url, policy, limits, index))
+        return png(PICTURES[0])
+
+    monkeypatch.setattr(encoder_module, "fetch_bytes", fetch)
+    features = enc.encode([PICTURES[1], "https://pictures.example/a.png"])
+    assert asked == [("https://pictures.example/a.png", None, enc.limits, 1)]
+    assert torch.equal(features[1].tensor, enc.encode([PICTURES[1], PICTURES[0]])[1].tensor)
+
+
+def test_addresses_are_refused_without_a_policy(enc: VisionEncoder, no_work: None) -> None:
+    for call in (enc.encode, enc.plan):
+        with pytest.raises(MediaFetchError, match="image 1"):
+            call([PICTURES[0], "https://pictures.example/a.png"])
 
 
 @pytest.mark.parametrize("wrong", ["float64", "int8", "bf16", torch.float64, None])
@@ -290,9 +345,9 @@ def test_the_picture_with_a_nan_is_named(enc: VisionEncoder) -> None:
     grids = [(2, 2), (4, 6), (2, 4)]
     patches = random_patches([(1, h, w) for h, w in grids])
     patches[4 + 5, 100] = torch.nan
-    with pytest.raises(NonFiniteError, match=r"picture 1: .*NaN or infinity in torch\.float32") as caught:
+    with pytest.raises(NonFiniteError, match=r"image 1: .*NaN or infinity in torch\.float32") as caught:
         enc.encode_patches(patches, grids)
-    assert caught.value.param == "items[1]"
+    assert caught.value.param == "images[1]"
     patches[4 + 5, 100] = 0.0
     assert all(torch.isfinite(one).all() for one in enc.encode_patches(patches, grids))
 
@@ -300,7 +355,7 @@ def test_the_picture_with_a_nan_is_named(enc: VisionEncoder) -> None:
 def test_a_nan_weight_is_found(enc: VisionEncoder) -> None:
     with torch.no_grad():
         enc.model.vision_tower.encoder.blocks[1].wo.weight[3, 3] = torch.nan
-    with pytest.raises(NonFiniteError, match="picture 0"):
+    with pytest.raises(NonFiniteError, match="image 0"):
         enc.encode(PICTURES[:2])
 
 
