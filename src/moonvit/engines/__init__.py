@@ -153,7 +153,7 @@ def default_model() -> Path:
     return Path(__file__).parents[1] / "demo"
 
 
-def open_engine(name: str, model: str | Path | None = None, **options: Any) -> Engine:
+def open_engine(name: str, model: str | Path | None = None, /, **options: Any) -> Engine:
     """Load an engine; its packages are imported now and not before.
 
     Args:

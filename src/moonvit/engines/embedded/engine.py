@@ -103,13 +103,7 @@ class EmbeddedEngine:
         max_active: int = 8,
         max_waiting: int = 64,
     ) -> None:
-        for option, value, least in (
-            ("prefill", prefill, 1),
-            ("max_active", max_active, 1),
-            ("max_waiting", max_waiting, 1),
-        ):
-            if value < least:
-                raise ConfigError(f"{option} = {value}, must be at least {least}", param=option)
+        _at_least_one(prefill=prefill, max_active=max_active, max_waiting=max_waiting)
         width = encoder.config.text_hidden_size
         if width != decoder.width:
             raise ConfigError(f"the projector gives {width} values a token, the language model takes {decoder.width}")
@@ -177,6 +171,7 @@ class EmbeddedEngine:
             ConfigError: The model is not supported, or its files contradict each other.
             MissingDependencyError: A package of ``moonvit[serve]`` is not installed.
         """
+        _at_least_one(prefill=prefill, max_active=max_active, max_waiting=max_waiting)
         local = resolve(path, whole=True)
         if not local.is_dir():
             raise CheckpointError(f"{path} is a file; an engine needs the directory of a checkpoint")
@@ -331,12 +326,11 @@ class EmbeddedEngine:
         for start in range(0, length, self._prefill):
             stop = min(start + self._prefill, length)
             embeddings_SE = self._embed(prepared.prompt, features, start, stop)
-            if stop == length:
-                features.clear()
-                logits_V = self.decoder.next_logits(embeddings_SE, cache)
-            else:
+            if stop < length:
                 self.decoder.extend(embeddings_SE, cache)
-            yield None
+                yield None
+        features.clear()
+        logits_V = self.decoder.next_logits(embeddings_SE, cache)
         yield from self._answer(request, prepared, logits_V, cache)
 
     def _encode(self, prepared: _Prepared, indices: Sequence[int]) -> list[torch.Tensor]:
@@ -424,6 +418,12 @@ def _as_delta(events: Iterable[Event], text: StopStrings, *, last: bool = False)
     if last:
         content += text.flush()
     return Delta(content, reasoning, tuple(calls)) if content or reasoning or calls else None
+
+
+def _at_least_one(**options: int) -> None:
+    for name, value in options.items():
+        if value < 1:
+            raise ConfigError(f"{name} = {value}, must be at least 1", param=name)
 
 
 def _check_ids(ids: Iterable[int], decoder: Decoder) -> None:
