@@ -14,7 +14,7 @@ import pytest
 from moonvit.engines import Delta, Usage
 from moonvit.errors import EngineError
 from tests.fake_engine import FakeEngine
-from tests.live import live, solid, wait_until
+from tests.live import live, solid, wait_until, web
 
 sync_api = pytest.importorskip("playwright.sync_api")
 
@@ -127,7 +127,7 @@ def test_the_model_is_named(page: Any) -> None:
 
 
 def test_drop_ask_and_watch(page: Any, engine: FakeEngine) -> None:
-    engine.delay = 0.05
+    engine.delay = 0.5
     drop(page, solid("red", (60, 90)), "sign.png")
     page.wait_for_selector(".picture canvas")
     caption = page.inner_text(".picture figcaption")
@@ -194,6 +194,26 @@ def test_a_bad_file_is_told_with_the_servers_words(page: Any) -> None:
     assert page.is_hidden("#alert")
     send(page, "fine")
     assert answered(page) == "[red 56x56] fine"
+
+
+def test_sample_pictures(page: Any, base: str) -> None:
+    samples = web.get(f"{base}/samples").json()["data"]
+    assert page.is_visible("#samples") == bool(samples)
+    for number, sample in enumerate(samples, 1):
+        page.click(f"#sample-list button[title='{sample['name']}']")
+        page.wait_for_selector(f".picture:nth-of-type({number}) canvas")
+    assert page.is_hidden("#alert")
+
+
+def test_counting_while_an_answer_is_on_its_way(page: Any, engine: FakeEngine) -> None:
+    engine.delay = 0.5
+    send(page, "slow words")
+    page.fill("#question", "what comes next")
+    until(page, "document.getElementById('tokens').textContent === '5'")
+    assert page.is_hidden("#alert")
+    assert answered(page) == "slow words"
+    until(page, "document.getElementById('tokens').textContent === '7'")
+    assert page.input_value("#question") == "what comes next"
 
 
 def test_a_failed_request_gives_the_question_back(page: Any, engine: FakeEngine) -> None:
@@ -326,7 +346,7 @@ def test_every_control_has_a_name(page: Any) -> None:
     page.wait_for_selector(".picture canvas")
     nameless = page.evaluate(
         """() => [...document.querySelectorAll("button, input, textarea, select, summary")]
-        .filter((e) => !(e.textContent.trim() || e.getAttribute("aria-label") || e.labels?.length))
+        .filter((e) => !(e.textContent.trim() || e.getAttribute("aria-label") || e.labels?.length || e.querySelector("img[alt]")))
         .map((e) => e.outerHTML)"""
     )
     assert nameless == []

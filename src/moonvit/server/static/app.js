@@ -100,7 +100,7 @@ async function addFiles(files) {
       const drawable = await image.decode().then(() => true, () => false);
       state.pictures.push({ name: file.name || "pasted picture", url, image: drawable ? image : null, ...answer.images[0] });
     } catch (error) {
-      failures.push(`${file.name || "picture"}: ${error.message}`);
+      failures.push(`${file.name || "picture"}: ${error.message.replace(/^image \d+: /, "")}`);
     }
   }
   showError(failures.join("\n"));
@@ -223,7 +223,7 @@ const whole = (picture) => ({ type: "image_url", image_url: { url: picture.url }
 const sizeOnly = ({ size: [width, height] }) => ({ type: "image_size", image_size: { width, height } });
 
 function turns(next) {
-  const kept = state.turns.filter((turn) => !turn.lost);
+  const kept = state.turns.filter((turn) => !turn.lost && (turn.role === "user" || turn.text));
   return next.text || next.pictures.length ? [...kept, next] : kept;
 }
 
@@ -242,6 +242,7 @@ function thinking() {
 
 let planTimer = 0;
 let planRun = null;
+let planError = "";
 function plan() {
   clearTimeout(planTimer);
   $("cost").classList.add("stale");
@@ -259,9 +260,10 @@ async function planNow() {
       cost = await (await call("/v1/vision/plan", body, run.signal)).json();
     }
   } catch (error) {
-    if (error.name !== "AbortError") showError(error.message);
+    if (error.name !== "AbortError") showError((planError = error.message));
     return;
   }
+  if (planError && $("alert-text").textContent === planError) showError("");
   const addresses = turns(draft()).flatMap((turn) => turn.pictures || []).reduce((sum, { url }) => sum + url.length, 0);
   const rest = chatBody(draft(), () => whole({ url: "" }));
   const upload = sent.length ? addresses + new Blob([JSON.stringify(rest)]).size : 0;
