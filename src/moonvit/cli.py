@@ -185,7 +185,7 @@ def ask(
     budget: BudgetText = "auto",
     as_json: Json = False,
 ) -> None:
-    """Ask a question about pictures; the answer is printed as it is written."""
+    """Ask about pictures and watch the answer appear."""
     import asyncio
 
     from moonvit.engines import GenerateRequest, Sampling, open_engine
@@ -234,7 +234,7 @@ def plan(
     budget: BudgetText = "auto",
     as_json: Json = False,
 ) -> None:
-    """Say how many tokens and bytes a request takes, without weights and without running it."""
+    """Count the tokens and bytes of a request, without weights."""
     from moonvit.plan import Budget, make_plan
     from moonvit.preprocess import resize_plan
 
@@ -297,7 +297,10 @@ def check(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Hold a checkpoint's vision tensors against what its model needs: names, shapes, dtypes, finite values."""
+    """Check that a checkpoint's vision part is whole.
+
+    Names, shapes and dtypes are held against what the model needs, and every value must be finite.
+    """
     from moonvit.checkpoint import check_vision
 
     with _console().status("reading"):
@@ -377,7 +380,10 @@ def serve(
     write_timeout: Annotated[float | None, typer.Option(help="Seconds a client may stop reading [60].")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error [info].")] = None,
 ) -> None:
-    """Serve a model over the OpenAI API, with a page at /. Every setting is also a variable, MOONVIT_PORT and so on."""
+    """Serve the OpenAI API, and a page at /.
+
+    Every setting is also an environment variable: MOONVIT_PORT and so on.
+    """
     flags = dict(locals())
     from moonvit.engines import open_engine
     from moonvit.server import run
