@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 THREADS ?= 2
 
-.PHONY: help venv serve test check format bench demo-model clean
+# mlx-vlm, kornia: independent implementations that the tests compare with; their own dependencies are not needed.
+.PHONY: help venv serve test browser check format bench demo-model clean
 
 help:
 	@echo "make serve       install on first use, then serve the demo model on http://127.0.0.1:8000"
@@ -24,14 +25,19 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt torch
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[serve,train,dev]'
-	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -c constraints.txt kornia kornia_rs
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -c constraints.txt kornia kornia_rs mlx-vlm
 	touch $(STAMP)
 
 serve: $(STAMP)
 	$(BIN)/moonvit serve
 
-test: $(STAMP)
+test: $(STAMP) browser
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest
+
+# The page is tested in Chromium. Root on Debian gets it here; elsewhere its tests are skipped without one.
+browser:
+	@command -v chromium >/dev/null || test -n "$$CHROMIUM" || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null \
+		|| (apt-get update -qq && apt-get install -y -qq chromium)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
