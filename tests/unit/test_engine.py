@@ -344,7 +344,7 @@ class Scripted:
         self.delay = delay
         self.served: list[int] = []
         self.caches = 0
-        self.failure: Callable[[int, int], Exception | None] = lambda cache, step: None
+        self.failure: Callable[[int, int], BaseException | None] = lambda cache, step: None
 
     def new_cache(self) -> list[int]:
         self.caches += 1
@@ -707,6 +707,28 @@ def test_no_memory_is_a_503_and_the_next_request_works(scripted: Any, error: Exc
         asyncio.run(collect(engine, ask("hello", max_tokens=3)))
     assert caught.value.status == 503
     assert len(text(asyncio.run(collect(engine, ask("hello", max_tokens=3))))) == 3
+
+
+class AcceleratorError(RuntimeError):
+    """As torch's: the device is gone for this process."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [AcceleratorError("device-side assert"), SystemExit(1)])
+def test_a_worker_that_cannot_go_on_says_so_to_everybody(scripted: Any, error: BaseException) -> None:
+    engine = scripted(b"a", max_active=2, delay=0.002)
+    engine.decoder.failure = lambda cache, step: error if step == 5 else None
+
+    async def run() -> None:
+        requests = [ask("hello", max_tokens=50) for _ in range(4)]
+        results = await asyncio.gather(*(collect(engine, one) for one in requests), return_exceptions=True)
+        assert all(isinstance(one, MoonvitError) and one.status >= 500 for one in results), results
+        assert sum(isinstance(one, EngineError) for one in results) >= 3
+        assert not await engine.health()
+        with pytest.raises(EngineError, match="stopped"):
+            await collect(engine, requests[0])
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("fault", ["rows", "width", "nan"])

@@ -131,7 +131,15 @@ class Worker:
             return False
         except Exception as error:
             _finish(job, _as_moonvit(error, job.name))
+            if type(error).__name__ == "AcceleratorError":
+                # The device's context is lost, and with it every tensor on it: better no engine than wrong answers.
+                log.critical("the accelerator failed; the engine stops")
+                with self._changed:
+                    self._closed = True
             return False
+        except BaseException:
+            _finish(job, EngineError("the engine was stopped"))
+            raise
         if delta is not None:
             job.deliver(delta)
         return True
