@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import re
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,7 @@ from moonvit.errors import (
 )
 from moonvit.prompts import Prompt, chat_format
 from moonvit.prompts.messages import ImagePart, Message, TextPart
+from moonvit.sources import FetchPolicy
 from tests import tiny
 
 
@@ -575,9 +580,41 @@ def test_addresses_are_refused_unless_allowed(engine: EmbeddedEngine) -> None:
     assert (caught.value.status, caught.value.param) == (400, "here")
 
 
-def test_files_addresses_and_bytes_are_the_same_picture(engine: EmbeddedEngine, tmp_path: Path) -> None:
-    import base64
+def test_an_address_is_asked_once(k25: Path) -> None:
+    """Asked twice it could give two pictures, one to count and one to look at."""
+    asked: list[str] = []
+    out = io.BytesIO()
+    noise(7).save(out, "PNG")
 
+    class Host(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", str(out.tell()))
+            self.end_headers()
+            self.wfile.write(out.getvalue())
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            return
+
+    host = ThreadingHTTPServer(("127.0.0.1", 0), Host)
+    thread = threading.Thread(target=host.serve_forever, daemon=True)
+    thread.start()
+    made = opened(k25, fetch=FetchPolicy(("127.0.0.1",), allow_private=True))
+    try:
+        part = ImagePart(f"http://127.0.0.1:{host.server_port}/x.png")
+        request = GenerateRequest((Message("user", (part,)),), Sampling(max_tokens=10))
+        found = text(asyncio.run(collect(made, request)))
+        assert asked == ["/x.png"]
+        assert found == text(asyncio.run(collect(made, ask(out.getvalue(), max_tokens=10))))
+    finally:
+        asyncio.run(made.close())
+        host.shutdown()
+        host.server_close()
+        thread.join()
+
+
+def test_files_addresses_and_bytes_are_the_same_picture(engine: EmbeddedEngine, tmp_path: Path) -> None:
     file = tmp_path / "picture.png"
     noise(7).save(file)
     content = file.read_bytes()
