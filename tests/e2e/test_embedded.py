@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import threading
@@ -260,3 +261,13 @@ def test_hanging_up_stops_the_engine(base: str, engine: Engine) -> None:
     assert threading.active_count() <= before + 2
     healthy(base)
     assert text_of(ask(base, user("hello"), max_tokens=3, temperature=0)) is not None
+
+
+def test_an_engine_that_has_stopped_is_reported(checkpoint: Path) -> None:
+    engine = open_engine("embedded", checkpoint, dtype="float32")
+    with live(engine) as base:
+        healthy(base)
+        asyncio.run(engine.close())
+        assert error_of(web.get(f"{base}/health"), 503)["code"] == "engine_unavailable"
+        assert error_of(ask(base, user("hello")), 503)["code"] == "engine_unavailable"
+        assert web.get(f"{base}/v1/models").status_code == 200

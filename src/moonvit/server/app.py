@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ _STATIC = Path(__file__).parent / "static"
 _SAMPLES = Path(__file__).parent.parent / "demo" / "samples"
 _PLANS_RUNNING, _PLANS_WAITING = 2, 64
 _HEALTH_SECONDS = 2.0
+_GRACE_SECONDS = 2
+"""For answers in progress when the server is told to stop."""
 _PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -68,6 +71,12 @@ class Service:
         self.plans = Admission(_PLANS_RUNNING, _PLANS_WAITING)
         self.metrics = Metrics(self.admission, self.pending)
         self._created = int(time.time())
+        self._jobs: set[Job] = set()
+
+    def stop(self) -> None:
+        """End every answer in progress with an error its client can read."""
+        for job in tuple(self._jobs):
+            job.fail(EngineError("the server is shutting down"))
 
     # -- helpers --
 
@@ -138,7 +147,7 @@ class Service:
                 log.warning("%s sent a data URL as text, not as an image_url part", notes["request_id"])
             answer = Answer(f"chatcmpl-{uuid.uuid4().hex}", self.engine.info.model, include_usage=call.include_usage)
             streamed = call.stream
-            job = await stack.enter_async_context(Job(self._deltas(call.request), request.receive))
+            job = await stack.enter_async_context(Job(self._deltas(call.request), request.receive, self._jobs))
             del call  # with it go the addresses, which hold whole pictures
             try:
                 first = await anext(job)
@@ -343,8 +352,6 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
             allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    # The address of a picture may hold a secret, and this logger writes whole addresses.
-    logging.getLogger("httpx").setLevel(logging.WARNING)
 
     @app.exception_handler(HTTPException)
     async def unserved(request: Request, error: HTTPException) -> Response:
@@ -418,17 +425,26 @@ def run(engine: Engine, settings: Settings) -> None:
     """
     import uvicorn
 
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
-    )
+    # Only our own loggers are turned up: those of the libraries write headers and addresses of requests.
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    logging.getLogger("moonvit").setLevel(settings.log_level.upper())
     if settings.host not in ("127.0.0.1", "::1", "localhost") and settings.api_key is None:
         log.warning("listening on %s without a key: whoever reaches this port can use the model", settings.host)
-    uvicorn.run(
-        create_app(engine, settings),
+    app = create_app(engine, settings)
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            asyncio.get_running_loop().call_later(_GRACE_SECONDS, app.state.service.stop)
+            await super().shutdown(sockets)
+
+    config = uvicorn.Config(
+        app,
         host=settings.host,
         port=settings.port,
         log_level=settings.log_level,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=3,
+        timeout_graceful_shutdown=_GRACE_SECONDS + 2,
     )
+    with suppress(KeyboardInterrupt):
+        Server(config).run()

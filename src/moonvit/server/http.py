@@ -190,25 +190,29 @@ class Job:
     Args:
         deltas: The answer; it is closed in the task that runs it.
         receive: The ASGI channel, on which a disconnect arrives.
+        running: Where the job is listed while it runs.
     """
 
     _AHEAD = 16
 
-    def __init__(self, deltas: AsyncGenerator[Delta], receive: Receive) -> None:
+    def __init__(self, deltas: AsyncGenerator[Delta], receive: Receive, running: set[Job]) -> None:
         self._deltas = deltas
         self._receive = receive
+        self._running = running
         self._items: deque[Delta] = deque()
         self._more = asyncio.Event()
         self._room = asyncio.Event()
-        self._gone = False
+        self._failure: Exception | None = None
 
     async def __aenter__(self) -> Job:
+        self._running.add(self)
         self._pump = asyncio.create_task(self._run())
         self._pump.add_done_callback(lambda _: self._more.set())
         self._watch = asyncio.create_task(self._until_gone())
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._running.discard(self)
         self._watch.cancel()
         self._pump.cancel()
         await asyncio.wait({self._watch, self._pump})
@@ -221,8 +225,8 @@ class Job:
 
     async def __anext__(self) -> Delta:
         while not self._items:
-            if self._gone:
-                raise ClientDisconnect
+            if self._failure is not None:
+                raise self._failure
             if self._pump.done():
                 self._pump.result()
                 raise StopAsyncIteration
@@ -243,7 +247,15 @@ class Job:
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._gone = True
+        self.fail(ClientDisconnect())
+
+    def fail(self, failure: Exception) -> None:
+        """End the answer now.
+
+        Args:
+            failure: What its reader is told.
+        """
+        self._failure = failure
         self._items.clear()
         self._pump.cancel()
         self._more.set()
