@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 
 from moonvit.errors import ConfigError
+from moonvit.plan import chunk_rows
 
 Backend = Literal["sdpa", "varlen", "reference"]
-_ROW_STEP = 16
 
 
 class Span(NamedTuple):
@@ -71,8 +71,7 @@ def row_ranges(total: int, rows: int) -> Iterator[tuple[int, int]]:
     """
     if total == 0:
         return
-    even = math.ceil(total / math.ceil(total / rows))
-    size = min(rows, math.ceil(even / _ROW_STEP) * _ROW_STEP)
+    size = chunk_rows(total, rows)
     for start in range(0, total, size):
         yield start, min(start + size, total)
 

@@ -244,7 +244,7 @@ class VisionEncoder:
             raise EmptyInputError("nothing to encode: a request needs at least one picture")
         check_frames(self.config, grids)
         name = str(self.dtype).removeprefix("torch.")
-        return make_plan(self.config, grids, dtype=name, budget=self.budget)
+        return make_plan(self.config, grids, dtype=name, budget=self.budget, device=self.device.type)
 
     def _grid(self, item: Any, index: int) -> Grid:
         if not isinstance(item, (list, tuple)):

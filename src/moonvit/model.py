@@ -39,11 +39,11 @@ from moonvit.attention import (
 from moonvit.errors import ConfigError, GridError, InvalidInputError
 from moonvit.families import PATCH, PATCH_VALUES, PREFIXES, VisionConfig
 from moonvit.grids import Grid, as_grids
+from moonvit.plan import POSITION_BAND
 from moonvit.preprocess import NORMALISE
 
 ROWS = 256
 """Rows of a chunk where the caller does not choose."""
-_POSITION_BAND = 64
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes a tower can have."""
 
@@ -159,8 +159,8 @@ class PositionTable(nn.Module):
         width = hidden_LD.shape[1]
         for (h, w), images in meta.same_grid:
             # A band of channels at a time: a float32 table of the whole image would outweigh the image.
-            for first in range(0, width, _POSITION_BAND):
-                last = min(first + _POSITION_BAND, width)
+            for first in range(0, width, POSITION_BAND):
+                last = min(first + POSITION_BAND, width)
                 band_HWB = self.resample(h, w, first, last)
                 for image in images:
                     frames = meta.grids[image].t

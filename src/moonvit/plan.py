@@ -1,11 +1,16 @@
 """What a request takes, in integers, before it runs: micro-batches, rows of a chunk, bytes of every stage, FLOPs.
 
-The executor works from the same numbers: ``Plan.batches`` are the passes it makes and ``Plan.rows`` the chunks it cuts
-them into. Letters in the formulas: L patches of a micro-batch, R rows of a chunk, D tower width, Q qkv width, I MLP
-width, K = 4D, E language width, s bytes of an element.
+The executor works from the same numbers: ``Plan.batches`` are the passes it makes, ``Plan.rows`` and ``chunk_rows`` the
+chunks it cuts them into. A pass has three parts, one after the other: embedding, blocks, projecting. ``_Cost`` has a
+term for each buffer of ``model.py``; a change there is a change here. What vendor kernels allocate for themselves is
+counted where it grows with the image; scratch of a fixed size, under 2 MiB in the half-precision products of the CPU, is
+not.
 
 Micro-batches hold consecutive images and never more patches than the largest image has, so the workspace follows that
-image whatever else the request holds.
+image whatever else the request holds. A budget only makes them smaller, and their chunks.
+
+Letters in the formulas: l patches of a micro-batch, m its tokens, r rows of a chunk, d tower width, q qkv width, i MLP
+width, k = 4d, e language width, s bytes of an element.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from moonvit.errors import BudgetError, ConfigError
@@ -22,10 +28,31 @@ from moonvit.grids import Grid, as_grids
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element for each dtype a tower can have."""
 ROWS = (256, 192, 128, 96, 64, 48, 32, 16)
-"""Chunk sizes, fastest first: the first one whose workspace fits the budget is taken."""
+"""Chunk sizes, fastest first: the first one with which every image fits the budget is taken."""
 POSITION_BAND = 64
 """Channels of the position table that are resampled at a time."""
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_STEP = 16
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
+}
+
+
+def chunk_rows(total: int, rows: int) -> int:
+    """Rows of the chunks that ``total`` rows are cut into: at most ``rows``, as equal as multiples of 16 allow.
+
+    Args:
+        total: Rows there are, at least 1.
+        rows: Rows of a chunk at most.
+
+    Returns:
+        Rows of every chunk but the last, which has what remains.
+    """
+    chunks = -(-total // rows)
+    even = -(-total // chunks)
+    return min(total, rows, -(-even // _STEP) * _STEP)
 
 
 @dataclass(frozen=True, init=False)
@@ -38,16 +65,16 @@ class Budget:
 
     bytes: int | None
 
-    def __init__(self, value: int | str = "auto") -> None:
+    def __init__(self, bytes: int | str = "auto") -> None:
         """Read a budget.
 
         Args:
-            value: Bytes, text such as ``"256MiB"`` or ``"1.5GB"``, or ``"auto"``.
+            bytes: Bytes, text such as ``"256MiB"`` or ``"1.5GB"``, or ``"auto"``.
 
         Raises:
             ConfigError: It is none of these, or not at least one byte.
         """
-        object.__setattr__(self, "bytes", _read_bytes(value))
+        object.__setattr__(self, "bytes", _read_bytes(bytes))
 
     def __str__(self) -> str:
         return "auto" if self.bytes is None else f"{self.bytes} bytes"
@@ -56,16 +83,17 @@ class Budget:
 def _read_bytes(value: int | str) -> int | None:
     number: int | None = None
     if isinstance(value, str):
-        if value.strip().lower() == "auto":
+        text = value.strip().lower()
+        if text == "auto":
             return None
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value.lower())
+        match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([a-z]*)", text)
         if match and match[2] in _UNITS:
-            number = int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
+            number = int(Fraction(match[1]) * _UNITS[match[2]])
     elif isinstance(value, int) and not isinstance(value, bool):
         number = value
     if number is None or number < 1:
         raise ConfigError(
-            f"budget = {value!r}: give a number of bytes of at least 1, text such as '256MiB', or 'auto'",
+            f"budget = {str(value)[:40]!r}: give a number of bytes of at least 1, text such as '256MiB', or 'auto'",
             param="budget",
         )
     return number
@@ -94,8 +122,10 @@ class Plan:
         rows: Rows of a chunk (R).
         dtype: Dtype of weights, workspace and features.
         budget_bytes: The budget; None is "auto".
-        stages: Bytes by stage. ``patches``, ``rope``, ``hidden``, ``kv``, ``positions``, ``embed``, ``chunk``,
-            ``merge`` and ``projector`` are the largest over the passes; ``outputs`` is the whole request's.
+        stages: Bytes by stage, the largest over the passes: ``patches`` the pixels, ``rope`` tables and indices,
+            ``hidden`` the residual stream, ``kv`` keys and values, ``embed`` normalised pixels, ``positions`` the
+            resampled table, ``attention`` and ``chunk`` what a chunk of rows takes there and in the MLP, ``merge`` and
+            ``projector`` what a chunk of tokens takes; ``outputs`` are the whole request's.
         workspace_bytes: Largest sum of what lives at once in a pass, inputs and outputs apart.
         output_bytes: The features of all images.
         peak_bytes: Workspace, the patches of the largest pass, and all outputs.
@@ -142,7 +172,12 @@ class Plan:
 
 
 def make_plan(
-    config: VisionConfig, grids: Iterable[Any], *, dtype: str = "bfloat16", budget: Budget | None = None
+    config: VisionConfig,
+    grids: Iterable[Any],
+    *,
+    dtype: str = "bfloat16",
+    budget: Budget | None = None,
+    device: str = "cpu",
 ) -> Plan:
     """Plan a request.
 
@@ -151,6 +186,7 @@ def make_plan(
         grids: One for each image or video chunk, as ``as_grids`` reads them.
         dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
         budget: Bound on the workspace; None is "auto".
+        device: Type of the device: attention kernels of the CPU take memory that others do not.
 
     Returns:
         The plan.
@@ -158,7 +194,7 @@ def make_plan(
     Raises:
         EmptyInputError: There are no grids.
         GridError: A grid is not legal.
-        BudgetError: The largest image needs more than the budget even in the smallest chunks.
+        BudgetError: An image needs more than the budget even in the smallest chunks.
         ConfigError: The dtype is unknown.
     """
     pack = as_grids(grids)
@@ -166,26 +202,16 @@ def make_plan(
         raise ConfigError(f"dtype = {dtype!r}: known are {', '.join(ELEMENT_BYTES)}", param="dtype")
     size = ELEMENT_BYTES[dtype]
     limit = (budget or Budget()).bytes
-    for rows in ROWS:
-        batches = _batches(pack)
-        passes = [_pass_stages(config, [pack[i] for i in batch.indices], rows, size) for batch in batches]
-        workspace = max(_workspace(stages) for stages in passes)
-        if limit is None or workspace <= limit:
-            break
-    else:
-        heaviest = max(range(len(passes)), key=lambda number: _workspace(passes[number]))
-        image = max(batches[heaviest].indices, key=lambda index: pack[index].patches)
-        raise BudgetError(
-            f"image {image} of {pack[image].patches} patches needs {workspace} bytes of workspace, the budget allows "
-            f"{limit}",
-            param=f"images[{image}]",
-        )
+    cost = _Cost(config, size, device, ROWS[0] if limit is None else _rows_within(config, pack, size, device, limit))
+    batches = _batches(pack, cost, limit)
+    passes = [cost.stages(load) for load in batches]
     stages = {name: max(each[name] for each in passes) for name in passes[0]}
+    workspace = max(workspace_of(each) for each in passes)
     outputs = sum(grid.tokens for grid in pack) * config.text_hidden_size * size
     return Plan(
         grids=pack,
-        batches=batches,
-        rows=rows,
+        batches=tuple(Batch(load.indices, load.patches) for load in batches),
+        rows=cost.rows,
         dtype=dtype,
         budget_bytes=limit,
         stages={**stages, "outputs": outputs},
@@ -206,61 +232,187 @@ def image_flops(config: VisionConfig, grid: Grid) -> int:
     Returns:
         Linear layers, attention over all its frames, and projector; two for each multiply-add.
     """
-    d, q, i, k, e = (
-        config.hidden_size,
-        config.qkv_size,
-        config.intermediate_size,
-        config.merged_size,
-        config.text_hidden_size,
-    )
+    d, q, i = config.hidden_size, config.qkv_size, config.intermediate_size
+    k, e = config.merged_size, config.text_hidden_size
     linear = grid.patches * (PATCH_VALUES * d + config.num_layers * (4 * d * q + 2 * d * i))
     attention = config.num_layers * 2 * grid.patches * grid.patches * q
     return 2 * (linear + attention + grid.tokens * (k * k + k * e))
 
 
-def _batches(grids: tuple[Grid, ...]) -> tuple[Batch, ...]:
+# ---- micro-batches --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Load:
+    """A micro-batch, as far as its bytes depend on it."""
+
+    indices: tuple[int, ...] = ()
+    patches: int = 0
+    tokens: int = 0
+    frames: int = 1
+    longest: int = 0
+    largest_frame: int = 0
+    token_rows: int = 0
+    grids: frozenset[tuple[int, int]] = frozenset()
+    sides: int = 0
+
+    def plus(self, index: int, grid: Grid, rows: int) -> _Load:
+        """The micro-batch with one image more."""
+        sides = (grid.h, grid.w)
+        known = sides in self.grids
+        return _Load(
+            indices=(*self.indices, index),
+            patches=self.patches + grid.patches,
+            tokens=self.tokens + grid.tokens,
+            frames=max(self.frames, grid.t),
+            longest=max(self.longest, grid.patches),
+            largest_frame=max(self.largest_frame, grid.h * grid.w),
+            token_rows=max(self.token_rows, chunk_rows(grid.tokens, rows)),
+            grids=self.grids if known else self.grids | {sides},
+            sides=self.sides if known else self.sides + grid.h + grid.w,
+        )
+
+
+def _batches(grids: tuple[Grid, ...], cost: _Cost, limit: int | None) -> list[_Load]:
+    """Consecutive images, as many as fit under the largest image's patches and the budget."""
     most = max(grid.patches for grid in grids)
-    batches: list[Batch] = []
-    held: list[int] = []
-    patches = 0
+    batches: list[_Load] = []
+    held = _Load()
     for index, grid in enumerate(grids):
-        if held and patches + grid.patches > most:
-            batches.append(Batch(tuple(held), patches))
-            held, patches = [], 0
-        held.append(index)
-        patches += grid.patches
-    return (*batches, Batch(tuple(held), patches))
+        more = held.plus(index, grid, cost.rows)
+        fits = more.patches <= most and (limit is None or cost.workspace(more) <= limit)
+        if held.indices and not fits:
+            batches.append(held)
+            more = _Load().plus(index, grid, cost.rows)
+        held = more
+    return [*batches, held]
 
 
-def _pass_stages(config: VisionConfig, grids: list[Grid], rows: int, size: int) -> dict[str, int]:
-    """Bytes of each stage of one pass."""
-    patches = sum(grid.patches for grid in grids)
-    tokens = sum(grid.tokens for grid in grids)
-    d, q, i, k = config.hidden_size, config.qkv_size, config.intermediate_size, config.merged_size
-    r = min(rows, patches)
-    m = min(rows, max(grid.tokens for grid in grids))
-    distinct = {(grid.h, grid.w) for grid in grids}
-    turning = r * q * 4 + r * config.head_dim * 8  # float32 pairs of a chunk, and their factors twice
-    embed = r * PATCH_VALUES * (4 + size)
-    attention = r * (d + 2 * q) * size + turning
-    mlp = r * (2 * d + i) * size
-    last = 0 if config.projector == "pre_norm" else 2 * m * config.text_hidden_size * size
-    return {
-        "patches": patches * PATCH_VALUES,
-        "rope": sum(h + w for h, w in distinct) * config.head_dim // 4 * 8 + patches * 8 + tokens * 16,
-        "hidden": patches * d * size,
-        "kv": patches * 2 * q * size,
-        "positions": max(h * w for h, w in distinct) * min(d, POSITION_BAND) * 4 * 2,
-        "embed": embed,
-        "chunk": max(attention, mlp),
-        "merge": 2 * m * k * size,
-        "projector": m * k * size + last,
-    }
+def _rows_within(config: VisionConfig, grids: tuple[Grid, ...], size: int, device: str, limit: int) -> int:
+    """The largest chunks with which every image, on its own, fits the budget."""
+    first_of = {grid: grids.index(grid) for grid in dict.fromkeys(grids)}
+    heaviest = (0, 0)
+    for rows in ROWS:
+        cost = _Cost(config, size, device, rows)
+        needs = [(cost.workspace(_Load().plus(index, grid, rows)), index) for grid, index in first_of.items()]
+        heaviest = max(needs)
+        if heaviest[0] <= limit:
+            return rows
+    needed, image = heaviest
+    raise BudgetError(
+        f"image {image} of {grids[image].patches} patches needs {needed} bytes of workspace in chunks of {ROWS[-1]} "
+        f"rows, the budget allows {limit}",
+        param=f"images[{image}]",
+    )
 
 
-def _workspace(stages: dict[str, int]) -> int:
-    """Most that lives at once: the three parts of a pass follow one another."""
+# ---- bytes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """Bytes of a pass: one term for each buffer that ``model.py`` and ``attention.py`` make."""
+
+    config: VisionConfig
+    size: int
+    device: str
+    rows: int
+
+    def workspace(self, load: _Load) -> int:
+        """Most that lives at once in a pass."""
+        return workspace_of(self.stages(load))
+
+    def stages(self, load: _Load) -> dict[str, int]:
+        """Bytes of each stage of a pass."""
+        c, s = self.config, self.size
+        r = chunk_rows(load.patches, self.rows)
+        m = load.token_rows
+        return {
+            "patches": load.patches * PATCH_VALUES,
+            "rope": self._prepared(load),
+            "hidden": load.patches * c.hidden_size * s,
+            "kv": load.patches * 2 * c.qkv_size * s,
+            "embed": r * PATCH_VALUES * (4 + s),  # indices into the table of pixel values, and the values
+            "positions": self._positions(load),
+            "attention": self._attention(load, r),
+            "chunk": self._chunk(r),
+            "merge": self._merge(load, m),
+            "projector": self._projector(m),
+        }
+
+    @property
+    def _half(self) -> bool:
+        return self.size < 4
+
+    def _norm(self, rows: int, width: int) -> int:
+        """A norm beyond its input. RMSNorm is put together from float32 operations."""
+        if self.config.norm == "layernorm":
+            return rows * width * self.size
+        return rows * width * 4 * (3 if self._half else 2)
+
+    def _prepared(self, load: _Load) -> int:
+        """What ``prepare`` made."""
+        axes = load.sides * self.config.head_dim // 4 * 8
+        indices = load.patches * 8 + load.tokens * 16
+        frames = load.frames * self.config.hidden_size * 4 if load.frames > 1 else 0
+        return axes + indices + frames + 256 * self.size
+
+    def _positions(self, load: _Load) -> int:
+        c = self.config
+        band = min(c.hidden_size, POSITION_BAND) * 4
+        bilinear = c.pos_emb_mode == "bilinear"
+        table = c.pos_emb_height * c.pos_emb_width * band if self._half or bilinear else 0
+        r = chunk_rows(load.patches, self.rows)
+        last_pixels = (load.patches - (load.patches - 1) // r * r) * PATCH_VALUES * self.size
+        return last_pixels + table + load.largest_frame * band * (3 if bilinear else 2)
+
+    def _attention(self, load: _Load, r: int) -> int:
+        """Queries, what they become, and that of the chunk before; then rotation or a kernel of scores."""
+        c, s = self.config, self.size
+        held = r * c.qkv_size * s * (3 if load.patches > r else 2)
+        per_image = r * c.qkv_size * s if len(load.indices) > 1 else 0
+        sums = r * c.num_heads * 4
+        # torch's CPU kernel packs keys and values of an image anew for every call in half precision.
+        packed = load.longest * 2 * c.qkv_size * s if self._half and self.device == "cpu" else 0
+        turned = r * c.head_dim * 4 + (r * c.qkv_size * 4 if self._half else 0)
+        return held + max(per_image + sums + packed, turned)
+
+    def _chunk(self, r: int) -> int:
+        """Queries and attended rows are still there; a norm, or normalised, inner and outer rows."""
+        c, s = self.config, self.size
+        mlp = r * (2 * c.hidden_size + c.intermediate_size) * s
+        return 2 * r * c.qkv_size * s + max(mlp, self._norm(r, c.hidden_size))
+
+    def _merge(self, load: _Load, m: int) -> int:
+        """Gathered rows and their norm; over several frames also their sum, in float32."""
+        merged = m * self.config.merged_size
+        once = merged * self.size + self._norm(4 * m, self.config.hidden_size)
+        if load.frames == 1:
+            return once
+        if not self._half:
+            return once + merged * 4
+        return max(once + merged * (4 + self.size), 2 * merged * (4 + self.size))
+
+    def _projector(self, m: int) -> int:
+        """Merged rows; normalised and inner ones, or inner and outer ones and their norm."""
+        merged = m * self.config.merged_size * self.size
+        outer = m * self.config.text_hidden_size * self.size
+        if self.config.projector == "pre_norm":
+            return 3 * merged
+        norm = m * self.config.text_hidden_size * 4 * (3 if self._half else 2)
+        return merged + max(merged + outer, outer + norm)
+
+
+def workspace_of(stages: dict[str, int]) -> int:
+    """Most that lives at once: rotary tables and hidden rows always, the three parts of a pass one after another.
+
+    Args:
+        stages: Bytes by stage, as in ``Plan.stages``.
+
+    Returns:
+        Bytes beyond weights, pixels and outputs.
+    """
     embedding = max(stages["embed"], stages["positions"])
-    blocks = stages["kv"] + stages["chunk"]
-    projecting = stages["merge"] + stages["projector"]
+    blocks = stages["kv"] + max(stages["attention"], stages["chunk"])
+    projecting = max(stages["merge"], stages["projector"])
     return stages["rope"] + stages["hidden"] + max(embedding, blocks, projecting)
