@@ -11,7 +11,8 @@ from moonvit.engines import Delta, Sampling, ToolCallDelta, Usage
 from moonvit.errors import RequestError
 from moonvit.prompts.messages import ImagePart, Message, TextPart, ToolCall
 from moonvit.server import schema
-from moonvit.server.schema import NEUTRAL, Answer, parse_chat, parse_plan
+from moonvit.server.answer import Answer
+from moonvit.server.schema import NEUTRAL, parse_chat, parse_plan
 
 HELLO = [{"role": "user", "content": "hello"}]
 URL = "data:image/png;base64,AAAA"

@@ -30,11 +30,12 @@ from moonvit.families import PATCH
 from moonvit.grids import MERGE, as_grid
 from moonvit.preprocess import resize_plan
 from moonvit.prompts.messages import TextPart
+from moonvit.server.answer import Answer
 from moonvit.server.http import EventStream, Gate, Job, as_error, error_body, read_json
 from moonvit.server.media import Media
 from moonvit.server.metrics import CONTENT_TYPE, Metrics
 from moonvit.server.queue import Admission, PendingBytes
-from moonvit.server.schema import Answer, clip, parse_chat, parse_plan
+from moonvit.server.schema import clip, parse_chat, parse_plan
 from moonvit.server.settings import Settings, load_settings
 
 log = logging.getLogger("moonvit.server")
