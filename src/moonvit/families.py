@@ -61,7 +61,7 @@ class ImageRule:
                 raise ConfigError(f"{name} = {value!r}, allowed are whole numbers of {allowed}", param=name)
         if self.token_limit is not None and not self.pad:
             raise ConfigError(
-                "token_limit needs a rule that pads: cropped pictures are not shrunk", param="token_limit"
+                f"token_limit = {self.token_limit} needs a rule that pads: others crop", param="token_limit"
             )
 
 
