@@ -6,8 +6,8 @@ term for each buffer of ``model.py``; a change there is a change here. What vend
 counted where it grows with the image; scratch of a fixed size, under 2 MiB in the half-precision products of the CPU, is
 not.
 
-Micro-batches hold consecutive images and never more patches than the largest image has, so the workspace follows that
-image whatever else the request holds. A budget only makes them smaller, and their chunks.
+Micro-batches hold consecutive images and never take more patches or bytes than the largest image alone, so the workspace
+is that of this image whatever else the request holds. A budget makes the chunks smaller until every image fits.
 
 Letters in the formulas: l patches of a micro-batch, m its tokens, r rows of a chunk, d tower width, q qkv width, i MLP
 width, k = 4d, e language width, s bytes of an element.
@@ -203,7 +203,7 @@ def make_plan(
     size = ELEMENT_BYTES[dtype]
     limit = (budget or Budget()).bytes
     cost = _Cost(config, size, device, ROWS[0] if limit is None else _rows_within(config, pack, size, device, limit))
-    batches = _batches(pack, cost, limit)
+    batches = _batches(pack, cost)
     passes = [cost.stages(load) for load in batches]
     stages = {name: max(each[name] for each in passes) for name in passes[0]}
     workspace = max(workspace_of(each) for each in passes)
@@ -273,15 +273,15 @@ class _Load:
         )
 
 
-def _batches(grids: tuple[Grid, ...], cost: _Cost, limit: int | None) -> list[_Load]:
-    """Consecutive images, as many as fit under the largest image's patches and the budget."""
+def _batches(grids: tuple[Grid, ...], cost: _Cost) -> list[_Load]:
+    """Consecutive images, as many as take neither more patches nor more bytes than the heaviest image alone."""
     most = max(grid.patches for grid in grids)
+    heaviest = max(cost.workspace(_Load().plus(0, grid, cost.rows)) for grid in set(grids))
     batches: list[_Load] = []
     held = _Load()
     for index, grid in enumerate(grids):
         more = held.plus(index, grid, cost.rows)
-        fits = more.patches <= most and (limit is None or cost.workspace(more) <= limit)
-        if held.indices and not fits:
+        if held.indices and (more.patches > most or cost.workspace(more) > heaviest):
             batches.append(held)
             more = _Load().plus(index, grid, cost.rows)
         held = more
@@ -361,7 +361,8 @@ class _Cost:
         c = self.config
         band = min(c.hidden_size, POSITION_BAND) * 4
         bilinear = c.pos_emb_mode == "bilinear"
-        table = c.pos_emb_height * c.pos_emb_width * band if self._half or bilinear else 0
+        copied = self._half or (bilinear and c.hidden_size > POSITION_BAND)
+        table = c.pos_emb_height * c.pos_emb_width * band if copied else 0
         r = chunk_rows(load.patches, self.rows)
         last_pixels = (load.patches - (load.patches - 1) // r * r) * PATCH_VALUES * self.size
         return last_pixels + table + load.largest_frame * band * (3 if bilinear else 2)

@@ -37,8 +37,8 @@ _PORTS = {"http": 80, "https": 443}
 _DATA = re.compile(r"\s*data:", re.IGNORECASE)
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-_METADATA = frozenset({"168.63.129.16"})
-"""Instance metadata at an address that is otherwise public; the usual ones are link-local or private."""
+_INSIDE = tuple(ipaddress.ip_network(text) for text in ("168.63.129.16/32", "192.0.0.0/24", "64:ff9b:1::/48"))
+"""Metadata services and special uses that ``ipaddress`` calls global, in all or some versions of Python."""
 
 
 @dataclass(frozen=True)
@@ -355,7 +355,9 @@ def is_public(number: str) -> bool:
             return is_public(str(inner))
         if ip.teredo is not None or ip.is_site_local:
             return False
-    return ip.is_global and not ip.is_multicast and not ip.is_reserved and str(ip) not in _METADATA
+    if any(ip in network for network in _INSIDE):
+        return False
+    return ip.is_global and not ip.is_multicast and not ip.is_reserved
 
 
 async def _body(response: httpx.Response, address: httpx.URL, limits: Limits, index: int) -> bytes:

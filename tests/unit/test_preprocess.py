@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
@@ -371,6 +372,16 @@ def test_a_picture_that_was_opened_and_an_image_give_the_same() -> None:
     image = noise("RGB", (50, 40))
     for rule in RULES.values():
         assert np.array_equal(patches_from(open_picture(image), rule).patches_LC, patches_from(image, rule).patches_LC)
+
+
+def test_a_59_megapixel_photo() -> None:
+    out = io.BytesIO()
+    Image.linear_gradient("L").resize((6656, 8880)).save(out, "JPEG", quality=60)
+    picture = open_picture(out.getvalue())
+    for family in FAMILIES:
+        made = patches_from(picture, RULES[family])
+        assert made.grid.tokens == tokens_for(family, 6656, 8880) == made.patches_LC.shape[0] // 4
+        assert made.source_size == (6656, 8880)
 
 
 # ---- transparency ---------------------------------------------------------------------------------------------------

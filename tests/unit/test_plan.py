@@ -1,0 +1,336 @@
+"""The plan: budgets, micro-batches, bytes held against the allocator, FLOPs held against the published ones."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import FrozenInstanceError
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from moonvit.errors import BudgetError, ConfigError, EmptyInputError, GridError
+from moonvit.families import FAMILIES, VisionConfig, family_config
+from moonvit.grids import Grid
+from moonvit.model import VisionModel
+from moonvit.plan import ROWS, Budget, chunk_rows, image_flops, make_plan, workspace_of
+
+K25, K3, VL = (family_config(name) for name in ("kimi-k2.5", "kimi-k3", "kimi-vl"))
+STAGES = [
+    "patches",
+    "rope",
+    "hidden",
+    "kv",
+    "embed",
+    "positions",
+    "attention",
+    "chunk",
+    "merge",
+    "projector",
+    "outputs",
+]
+
+# ---- budgets --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("auto", None),
+        (" AUTO ", None),
+        (1, 1),
+        (268435456, 268435456),
+        ("1", 1),
+        ("123456", 123456),
+        ("256MiB", 256 << 20),
+        ("256 mib", 256 << 20),
+        ("1.5GiB", 3 << 29),
+        ("1.5GB", 1_500_000_000),
+        ("0.5kb", 500),
+        ("7B", 7),
+        ("2TiB", 2 << 40),
+        ("0.1GiB", (1 << 30) // 10),
+    ],
+)
+def test_budgets(value: Any, expected: int | None) -> None:
+    assert Budget(value).bytes == expected
+    assert Budget(bytes=value) == Budget(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("", "0", "-1", "0.0000001", "MiB", "1.5.5GiB", "1,5GiB", "1e9", "nan", "inf", "256MiBs", "1 0", "auto1", "٣"),
+        *("9" * 5000, 0, -1, 1.5, True, None, b"1", [1]),
+    ],
+)
+def test_budgets_that_cannot_be(value: Any) -> None:
+    with pytest.raises(ConfigError, match="budget = ") as caught:
+        Budget(value)
+    assert len(caught.value.message) < 200
+
+
+def test_a_budget_is_a_value() -> None:
+    assert Budget() == Budget("auto") != Budget(1)
+    assert (str(Budget()), str(Budget("1KiB"))) == ("auto", "1024 bytes")
+    assert hash(Budget(5)) == hash(Budget("5"))
+    with pytest.raises(FrozenInstanceError):
+        Budget(5).bytes = 6  # type: ignore[misc]
+
+
+# ---- FLOPs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "side", "tera", "attention"),
+    [
+        (K25, 32, "1.00", None),
+        (K25, 64, "5.57", "2.09"),
+        (K25, 128, "47.3", "33.4"),
+        (K3, 32, "1.01", None),
+        (K3, 64, "6.13", None),
+        (K3, 128, "57.9", None),
+        (K3, 256, "766", "712"),
+    ],
+)
+def test_flops_are_the_published_ones(config: VisionConfig, side: int, tera: str, attention: str | None) -> None:
+    digits = len(tera.partition(".")[2])
+    flops = image_flops(config, Grid(1, side, side))
+    assert f"{flops / 1e12:.{digits}f}" == tera
+    if attention is not None:
+        halves = [image_flops(config, Grid(1, side, side // 2)) for _ in range(2)]  # everything else is linear
+        quadratic = 2 * (flops - sum(halves))
+        assert f"{quadratic / 1e12:.{digits}f}" == attention
+
+
+def test_flops_of_frames_and_requests() -> None:
+    chunk, image = Grid(4, 8, 8), Grid(1, 8, 8)
+    c = K25
+    projector = 2 * image.tokens * (c.merged_size**2 + c.merged_size * c.text_hidden_size)
+    attention = 4 * c.num_layers * image.patches**2 * c.qkv_size
+    # four frames: four times the rows, sixteen times the scores, and one projection of their mean
+    assert image_flops(c, chunk) == 4 * (image_flops(c, image) - projector - attention) + 16 * attention + projector
+    assert make_plan(c, [chunk, image, image]).flops == image_flops(c, chunk) + 2 * image_flops(c, image)
+
+
+# ---- chunks and micro-batches ---------------------------------------------------------------------------------------
+
+
+def test_chunks_are_even_and_never_too_large() -> None:
+    for total in (1, 4, 15, 16, 17, 100, 255, 256, 257, 300, 1296, 4096, 65536):
+        for rows in ROWS:
+            size = chunk_rows(total, rows)
+            assert 1 <= size <= min(rows, total)
+            assert -(-total // size) == -(-total // rows)
+            assert size == total or size % 16 == 0
+    assert (chunk_rows(1296, 256), chunk_rows(300, 256), chunk_rows(256, 256)) == (224, 160, 256)
+
+
+def random_grids(rng: random.Random, count: int) -> list[Grid]:
+    return [Grid(1, 2 * rng.randint(1, 30), 2 * rng.randint(1, 30)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("budget", ["auto", "26MiB"])
+def test_batches_are_consecutive_and_no_larger_than_the_largest_image(budget: str) -> None:
+    rng = random.Random(0)
+    for _ in range(100):
+        grids = random_grids(rng, rng.randint(1, 30))
+        plan = make_plan(
+            K25, grids, dtype="float32", device="cuda", budget=Budget(budget if budget == "auto" else 10**9)
+        )
+        assert [index for batch in plan.batches for index in batch.indices] == list(range(len(grids)))
+        most = max(grid.patches for grid in grids)
+        for batch in plan.batches:
+            assert batch.patches == sum(grids[index].patches for index in batch.indices) <= most
+        assert plan.patches == sum(grid.patches for grid in grids)
+        assert plan.tokens == sum(grid.tokens for grid in grids)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_workspace_follows_the_largest_image(name: str, dtype: str) -> None:
+    config = family_config(name)
+    largest = Grid(1, 64, 64)
+    alone = make_plan(config, [largest], dtype=dtype)
+    for others in ([largest] * 50, [Grid(1, 16, 16)] * 200, random_grids(random.Random(1), 100)):
+        plan = make_plan(config, [*others, largest], dtype=dtype)
+        assert plan.workspace_bytes == alone.workspace_bytes
+        assert plan.stages["patches"] == alone.stages["patches"]
+
+
+def test_workspace_grows_by_what_the_design_says() -> None:
+    """A patch takes s * (D + 2Q) bytes, and a rotary index; twice the keys and values where a CPU kernel copies them."""
+    for config in (K25, K3, VL):
+        d, q = config.hidden_size, config.qkv_size
+        for dtype, device, copies in (("float32", "cpu", 0), ("bfloat16", "cuda", 0), ("bfloat16", "cpu", 2)):
+            size = 4 if dtype == "float32" else 2
+            small, large = (make_plan(config, [Grid(1, 128, side)], dtype=dtype, device=device) for side in (128, 256))
+            patches = large.patches - small.patches
+            rope = 128 * config.head_dim // 4 * 8 + patches * (8 + 4)
+            grown = large.workspace_bytes - small.workspace_bytes
+            assert grown == patches * size * (d + 2 * q + copies * q) + rope
+
+
+def test_a_budget_makes_chunks_and_batches_smaller() -> None:
+    grids = [Grid(1, 20, 20), Grid(1, 40, 40), Grid(1, 10, 10), Grid(1, 12, 12), Grid(1, 40, 40)]
+    free = make_plan(K25, grids)
+    assert free.rows == 256 and free.budget_bytes is None
+    assert make_plan(K25, grids, budget=Budget(free.workspace_bytes)).rows == 256
+    tight = free
+    seen = set()
+    for budget in range(free.workspace_bytes, 0, -100_000):
+        try:
+            plan = make_plan(K25, grids, budget=Budget(budget))
+        except BudgetError:
+            break
+        assert plan.workspace_bytes <= budget == plan.budget_bytes
+        assert plan.rows <= tight.rows
+        assert plan.output_bytes == free.output_bytes and plan.flops == free.flops
+        seen.add(plan.rows)
+        tight = plan
+    assert {256, 16} <= seen and len(seen) > 4
+
+
+def test_as_few_passes_as_the_order_allows() -> None:
+    grids = [Grid(1, 8, 8), Grid(1, 8, 8), Grid(1, 40, 40), Grid(1, 8, 8), Grid(1, 20, 20), Grid(1, 20, 20)]
+    assert [batch.indices for batch in make_plan(K25, grids).batches] == [(0, 1), (2,), (3, 4, 5)]
+    assert [batch.indices for batch in make_plan(K25, grids[:2]).batches] == [(0,), (1,)]
+
+
+def test_many_sizes_together_are_split_where_their_tables_do_not_fit() -> None:
+    grids = [Grid(1, 40, 40), *(Grid(1, 2, 2 * side) for side in range(1, 40))]
+    alone = make_plan(K25, grids[:1], dtype="float32")
+    plan = make_plan(K25, grids, dtype="float32", budget=Budget(alone.workspace_bytes))
+    assert plan.workspace_bytes <= alone.workspace_bytes
+    assert plan.rows == 256
+
+
+def test_too_small_a_budget_names_image_and_both_numbers() -> None:
+    grids = [Grid(1, 10, 10), Grid(1, 64, 64), Grid(1, 20, 20), Grid(1, 64, 64)]
+    with pytest.raises(BudgetError) as caught:
+        make_plan(K25, grids, budget=Budget("10MiB"))
+    needed = int(caught.value.message.split("needs ")[1].split()[0])
+    said = f"image 1 of 4096 patches needs {needed} bytes of workspace in chunks of 16 rows, the budget allows 10485760"
+    assert caught.value.message == said
+    assert caught.value.param == "images[1]"
+    assert make_plan(K25, grids, budget=Budget(needed)).workspace_bytes <= needed
+    with pytest.raises(BudgetError):
+        make_plan(K25, grids, budget=Budget(needed - 1))
+
+
+def test_large_requests_are_planned_at_once() -> None:
+    grids = [Grid(1, 2, 2 * (number % 256 + 1)) for number in range(5000)]
+    plan = make_plan(K25, [*grids, Grid(1, 128, 128)], budget=Budget("1GiB"))
+    assert len(plan.batches) < 300
+
+
+# ---- refusals and the document --------------------------------------------------------------------------------------
+
+
+def test_nothing_and_bad_grids_and_dtypes() -> None:
+    with pytest.raises(EmptyInputError):
+        make_plan(K25, [])
+    with pytest.raises(GridError, match="grid 1: w = 5"):
+        make_plan(K25, [(2, 2), (4, 5)])
+    with pytest.raises(ConfigError, match="dtype = 'int8': known are float32, bfloat16, float16"):
+        make_plan(K25, [(2, 2)], dtype="int8")
+
+
+def test_the_document_is_json_and_says_it_all() -> None:
+    plan = make_plan(K25, [(4, 6), (2, 8, 8)], budget=Budget("1GiB"))
+    document = json.loads(json.dumps(plan.to_dict()))
+    assert document["images"] == [
+        {"grid": [1, 4, 6], "patches": 24, "tokens": 6},
+        {"grid": [2, 8, 8], "patches": 128, "tokens": 16},
+    ]
+    assert document["batches"] == [{"images": [0], "patches": 24}, {"images": [1], "patches": 128}]
+    assert list(document["stages"]) == STAGES
+    assert (document["tokens"], document["patches"], document["dtype"]) == (22, 152, "bfloat16")
+    assert document["budget_bytes"] == 1 << 30
+    for name in ("rows", "workspace_bytes", "output_bytes", "peak_bytes", "flops"):
+        assert document[name] == getattr(plan, name) > 0
+
+
+def test_sums() -> None:
+    plan = make_plan(K3, [(20, 30), (8, 8)], dtype="float32")
+    assert plan.output_bytes == plan.tokens * 7168 * 4 == plan.stages["outputs"]
+    assert plan.stages["patches"] == 600 * 588
+    assert plan.workspace_bytes == workspace_of(plan.stages)
+    assert plan.peak_bytes == plan.workspace_bytes + plan.stages["patches"] + plan.output_bytes
+    assert all(isinstance(value, int) for value in plan.stages.values())
+
+
+# ---- the allocator --------------------------------------------------------------------------------------------------
+
+TINY: dict[str, dict[str, Any]] = {
+    "kimi-vl": {"hidden_size": 128, "num_heads": 4, "intermediate_size": 900, "text_hidden_size": 128},
+    "kimi-k2.5": {"hidden_size": 128, "num_heads": 4, "intermediate_size": 900, "text_hidden_size": 512},
+    "kimi-k3": {"hidden_size": 128, "num_heads": 2, "qkv_size": 192, "intermediate_size": 900, "text_hidden_size": 256},
+}
+"""Widths at which what attention kernels take for themselves, some 150 KB a thread, is not the most there is."""
+
+
+def peak(work: Callable[[], Any]) -> tuple[int, int]:
+    """Most bytes the allocator had given out, and what is left when the work is done."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        kept = work()
+    results = recorded.profiler.kineto_results  # type: ignore[union-attr]
+    events = sorted((event for event in results.events() if event.name() == "[memory]"), key=lambda e: e.start_ns())
+    sums = list(accumulate(event.nbytes() for event in events))
+    del kept
+    return max(sums, default=0), sums[-1] if sums else 0
+
+
+def measured(model: VisionModel, grids: Sequence[Grid], rows: int) -> dict[str, int]:
+    """Bytes of the parts of a pass; features are written to a buffer that is not counted."""
+    patches = torch.randint(0, 256, (sum(grid.patches for grid in grids), 588), dtype=torch.uint8)
+    prepared = peak(lambda: model.prepare(grids, rows))[1]
+    meta = model.prepare(grids, rows)
+    buffers = [model._new_features(grid.tokens, None) for grid in grids]
+    embedding = peak(lambda: model.vision_tower.patch_embed(patches, meta))[0]
+    hidden = model.vision_tower.patch_embed(patches, meta)
+    blocks = hidden.nbytes + peak(lambda: model.vision_tower.encoder(hidden, meta))[0]
+    with pytest.MonkeyPatch.context() as patch:
+        ready = iter(buffers)
+        patch.setattr(model, "_new_features", lambda tokens, dtype: next(ready), raising=False)
+        whole = peak(lambda: model(patches, meta))[0]
+    return {"prepared": prepared, "embedding": embedding, "blocks": blocks, "whole": whole}
+
+
+REQUESTS = {
+    "one": [Grid(1, 36, 36)],
+    "several": [Grid(1, 18, 30), Grid(1, 10, 10), Grid(1, 6, 12)],
+    "frames": [Grid(4, 12, 12)],
+    "smallest": [Grid(1, 2, 2)],
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "request_"), [(name, kind) for name in TINY for kind in REQUESTS if (name, kind) != ("kimi-vl", "frames")]
+)
+@torch.no_grad()
+def test_the_plan_is_what_the_allocator_gives(name: str, request_: str) -> None:
+    config = family_config(name, num_layers=2, pos_emb_height=16, pos_emb_width=16, **TINY[name])
+    grids = REQUESTS[request_]
+    plan = make_plan(config, grids, dtype="float32")
+    model = VisionModel.empty(config).init_weights_(0)
+    most = 0
+    for batch in plan.batches:
+        part = [plan.grids[index] for index in batch.indices]
+        stages = make_plan(config, part, dtype="float32").stages if len(plan.batches) == 1 else plan.stages
+        found = measured(model, part, plan.rows)
+        most = max(most, found["prepared"] + found["whole"])
+        if batch != max(plan.batches, key=lambda each: each.patches):
+            continue
+        blocks = stages["hidden"] + stages["kv"] + max(stages["attention"], stages["chunk"])
+        assert found["prepared"] == pytest.approx(stages["rope"], rel=0.01)
+        assert found["embedding"] == pytest.approx(
+            stages["hidden"] + max(stages["embed"], stages["positions"]), rel=0.01
+        )
+        assert found["blocks"] == pytest.approx(blocks, rel=0.01)
+    assert most == pytest.approx(plan.workspace_bytes, rel=0.01)
