@@ -56,6 +56,8 @@ _PIECES = 100_000
 """Segments, chunks or blocks that are walked over in one file."""
 _JUNK = 65_536
 """Bytes between the segments of a JPEG that are skipped."""
+_SCANS = 200
+"""Scans of a JPEG, each of which goes over the whole picture; encoders make ten or so."""
 _EXIF = 1 << 20
 """Bytes of Exif that are looked through."""
 _ORIENTATION = 0x0112
@@ -228,8 +230,12 @@ def jpeg_pixels(stream: BinaryIO, content: bytes) -> bytes:
         The file with these segments cut out.
 
     Raises:
-        BrokenError: The segments make no sense.
+        BrokenError: The segments make no sense, or there are too many scans.
     """
+    # Coded pixels never hold this pair of bytes.
+    scans = content.count(b"\xff\xda")
+    if scans > _SCANS:
+        raise BrokenError(f"{scans} scans, at most {_SCANS} are decoded")
     view = memoryview(content)
     kept: list[bytes | memoryview] = [b"\xff\xd8"]
     for marker, start, end in _segments(stream):

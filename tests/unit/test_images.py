@@ -556,10 +556,20 @@ def test_junk_and_endless_pieces_are_bounded() -> None:
             open_picture(gif[:start] + extension * 60_000 + b"\0" + gif[start:])
 
 
+def test_scans_are_counted() -> None:
+    """A few bytes each make a decoder go over the whole picture again."""
+    content = encoded(noise(64, 64), "JPEG", progressive=True)
+    last = content.rindex(b"\xff\xda")
+    scan = content[last:-2]
+    assert open_picture(content[:-2] + scan * 3 + content[-2:]).size == (64, 64)
+    with pytest.raises(ImageError, match="the JPEG file is damaged: 2010 scans, at most 200 are decoded"):
+        open_picture(content[:-2] + scan * 2000 + content[-2:])
+
+
 def test_metadata_never_reaches_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A megabyte of text that unpacks to a gigabyte is stripped, like profiles and thumbnails."""
-    bomb = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(200 << 20)))
-    profile = chunk(b"iCCP", b"x\0\0" + zlib.compress(bytes(50 << 20)))
+    """Text that unpacks to more than Pillow allows is stripped, like profiles and thumbnails."""
+    bomb = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(70 << 20)))
+    profile = chunk(b"iCCP", b"x\0\0" + zlib.compress(bytes(9 << 20)))
     assert open_picture(raw_png(2, 1, 8, 0, b"\0\1\2", before=bomb + profile, after=bomb)).size == (2, 1)
     seen: list[bytes] = []
     real = images._PLUGINS["JPEG"]
