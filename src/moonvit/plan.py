@@ -3,11 +3,10 @@
 The executor works from the same numbers: ``Plan.batches`` are the passes it makes, ``Plan.rows`` and ``chunk_rows`` the
 chunks it cuts them into. A pass has three parts, one after the other: embedding, blocks, projecting. ``_Cost`` has a
 term for each buffer of ``model.py``; a change there is a change here. What vendor kernels allocate for themselves is
-counted where it grows with the image; scratch of a fixed size, under 2 MiB in the half-precision products of the CPU, is
-not.
+counted where it grows with the image, but not scratch of a fixed size: under 2 MiB in half precision on the CPU.
 
-Micro-batches hold consecutive images and never take more patches or bytes than the largest image alone, so the workspace
-is that of this image whatever else the request holds. A budget makes the chunks smaller until every image fits.
+Micro-batches hold consecutive images and never take more patches or bytes than the heaviest image alone, so the
+workspace is that of one image whatever else the request holds. A budget makes chunks smaller until every image fits.
 
 Letters in the formulas: l patches of a micro-batch, m its tokens, r rows of a chunk, d tower width, q qkv width, i MLP
 width, k = 4d, e language width, s bytes of an element.
@@ -290,7 +289,7 @@ def _batches(grids: tuple[Grid, ...], cost: _Cost) -> list[_Load]:
 
 def _rows_within(config: VisionConfig, grids: tuple[Grid, ...], size: int, device: str, limit: int) -> int:
     """The largest chunks with which every image, on its own, fits the budget."""
-    first_of = {grid: grids.index(grid) for grid in dict.fromkeys(grids)}
+    first_of = {grid: index for index, grid in reversed(list(enumerate(grids)))}
     heaviest = (0, 0)
     for rows in ROWS:
         cost = _Cost(config, size, device, rows)

@@ -274,7 +274,7 @@ async def _follow(url: str, policy: FetchPolicy, limits: Limits, index: int) -> 
         raise _fail(MediaFetchError, index, f"an address of {len(url)} characters, at most {_ADDRESS} are read")
     address = httpx.URL(url.strip())
     # Not a Client: that would follow the environment's proxies, keep cookies, and write whole addresses to the log.
-    async with httpx.AsyncHTTPTransport(trust_env=False) as transport:
+    async with httpx.AsyncHTTPTransport() as transport:
         for _ in range(limits.max_redirects + 1):
             response = await _ask(transport, address, policy, limits, index)
             try:
