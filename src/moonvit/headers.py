@@ -7,6 +7,7 @@ JPEG and PNG stripped to what their pixels need, so that no profile, text, thumb
 from __future__ import annotations
 
 import itertools
+import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -56,8 +57,8 @@ _PIECES = 100_000
 """Segments, chunks or blocks that are walked over in one file."""
 _JUNK = 65_536
 """Bytes between the segments of a JPEG that are skipped."""
-_SCANS = 200
-"""Scans of a JPEG, each of which goes over the whole picture; encoders make ten or so."""
+_SCANS = 64
+"""Scans of a JPEG, each of which goes over the whole picture; encoders make ten or so, 24 for four colours."""
 _EXIF = 1 << 20
 """Bytes of Exif that are looked through."""
 _ORIENTATION = 0x0112
@@ -171,6 +172,8 @@ _SCAN, _END, _APP1 = 0xDA, 0xD9, 0xE1
 _BARE = frozenset({0x01, *range(0xD0, 0xD9)})
 _NEEDED = frozenset({*range(0xC0, 0xD0), *range(0xDA, 0xE1), 0xEE})
 """Frames, tables, scans, and the two application segments that say how colours are stored."""
+_LONG = re.compile(rb"\xff([\xc0-\xcf\xd9-\xfe])", re.DOTALL)
+"""Markers that end coded pixels. Those below them are refused or stepped over by decoders, their length unread."""
 
 
 def _segments(stream: BinaryIO) -> Iterator[tuple[int, int, int]]:
@@ -232,18 +235,30 @@ def jpeg_pixels(stream: BinaryIO, content: bytes) -> bytes:
     Raises:
         BrokenError: The segments make no sense, or there are too many scans.
     """
-    # Coded pixels never hold this pair of bytes.
-    scans = content.count(b"\xff\xda")
-    if scans > _SCANS:
-        raise BrokenError(f"{scans} scans, at most {_SCANS} are decoded")
     view = memoryview(content)
     kept: list[bytes | memoryview] = [b"\xff\xd8"]
     for marker, start, end in _segments(stream):
         if marker == _SCAN:
+            scans = _scans(content, start)
+            if scans > _SCANS:
+                raise BrokenError(f"{scans} scans, at most {_SCANS} are decoded")
             kept.append(view[start:])
         elif marker in _NEEDED:
             kept.append(view[start:end])
     return b"".join(kept)
+
+
+def _scans(content: bytes, place: int) -> int:
+    """Scans from the first one on to the end of the picture; what follows it, such as a video, is not looked at."""
+    scans = 0
+    for _ in range(_PIECES):
+        found = _LONG.search(content, place)
+        if found is None or found[1][0] == _END:
+            return scans
+        scans += found[1][0] == _SCAN
+        # Behind a marker comes a length, which may lead over an end that is none.
+        place = found.end() + max(2, int.from_bytes(content[found.end() : found.end() + 2], "big"))
+    raise BrokenError(f"more than {_PIECES} segments in its picture")
 
 
 # ---- PNG ------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,16 @@ import numpy as np
 from PIL import BmpImagePlugin, GifImagePlugin, Image, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
 from moonvit.errors import ImageError, MediaFetchError, UnsupportedMediaError
-from moonvit.headers import READABLE, BrokenError, Header, detect, jpeg_pixels, png_pixels, read_header
+from moonvit.headers import (
+    READABLE,
+    BrokenError,
+    Header,
+    detect,
+    exif_orientation,
+    jpeg_pixels,
+    png_pixels,
+    read_header,
+)
 from moonvit.sources import (
     DEFAULT_LIMITS,
     FetchPolicy,
@@ -66,6 +75,8 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 _PLAIN = {"La": "LA", "RGBa": "RGBA"}
+_NO_EXIF = ("xmp", "XML:com.adobe.xmp", "Raw profile type exif")
+"""Where Pillow looks for an orientation when there is no Exif, and viewers do not."""
 _BAND = 64
 """Rows that are worked on at a time where numpy is needed: no second copy of a picture."""
 _HEAD = 1024
@@ -159,6 +170,8 @@ def picture_size(
     """
     if isinstance(source, Image.Image):
         _check_size(source.size, limits, index)
+        if source.format == "TIFF":  # Pillow turns these itself, and forgets that it did, when it decodes them
+            _load(source, index)
         width, height = source.size
         return (height, width) if _pil_orientation(source) >= 5 else (width, height)
     if isinstance(source, np.ndarray):
@@ -334,6 +347,9 @@ def _pil_orientation(image: Image.Image) -> int:
         value = image.getexif().get(0x0112, 1)
     except Exception:  # damaged Exif is no reason to refuse a picture
         return 1
+    if any(key in image.info for key in _NO_EXIF):
+        exif = image.info.get("exif")
+        return exif_orientation(exif) if isinstance(exif, bytes) else 1
     return value if value in _TURNS else 1
 
 
@@ -341,14 +357,18 @@ def _from_pil(source: Image.Image, limits: Limits, index: int) -> Picture:
     _check_size(source.size, limits, index)
     if min(source.size) < 1:
         raise _fail(index, f"{source.width} x {source.height} pixels: a side must be at least 1")
+    _load(source, index)
+    image = _turned(_allowed(source, index), _pil_orientation(source))
+    return Picture(image, image.size)
+
+
+def _load(image: Image.Image, index: int) -> None:
     try:
-        source.load()
+        image.load()
     except MemoryError:
         raise
     except Exception as error:  # decoders raise nearly everything
         raise _fail(index, f"the picture cannot be decoded: {str(error)[:_SAID]}") from None
-    image = _turned(_allowed(source, index), _pil_orientation(source))
-    return Picture(image, image.size)
 
 
 def _array_size(array: np.ndarray[Any, Any], limits: Limits, index: int) -> tuple[int, int]:

@@ -47,8 +47,8 @@ class Limits:
 
     Attributes:
         max_bytes: Bytes of the encoded picture, however it comes.
-        max_pixels: Width times height, from the header. Decoding takes up to 4 bytes for each, dealing with
-            orientation or transparency as much again.
+        max_pixels: Width times height, from the header. Decoding takes up to 4 bytes for each, a progressive JPEG up to
+            8 more while it lasts, dealing with orientation or transparency 4 more.
         max_side: Pixels along one side.
         fetch_seconds: Time for one address: names, redirects and content together.
         max_redirects: Redirects that are followed.

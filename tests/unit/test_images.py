@@ -301,6 +301,40 @@ def test_exif_behind_the_data_counts() -> None:
     assert open_picture(png).size == picture_size(png) == (1, 2)
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("tagged", [0, 3, 6])
+def test_exif_alone_turns_a_picture(kind: str, tagged: int, tmp_path: Path) -> None:
+    """Pillow would also take an orientation from XMP, or from the text of a PNG; viewers do not."""
+    text = '<rdf:Description tiff:Orientation="8"/>'
+    options: dict[str, Any] = {"exif": exif(tagged)} if tagged else {}
+    if kind == "PNG":
+        options["pnginfo"] = PngImagePlugin.PngInfo()
+        options["pnginfo"].add_itxt("XML:com.adobe.xmp", text)
+        options["pnginfo"].add_text("Raw profile type exif", f"\nexif\n40\n{exif(8).hex()}")
+    else:
+        options["xmp"] = text.encode()
+    image = quad(64, 32)
+    content = encoded(image, kind, **options)
+    if not tagged:
+        assert ImageOps.exif_transpose(Image.open(io.BytesIO(content))).size == (32, 64)
+    size = (32, 64) if tagged == 6 else (64, 32)
+    for source in routes(image, tmp_path, kind, **options):
+        assert picture_size(source) == open_picture(source).size == size
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_size_of_an_image_that_pillow_turns_itself(orientation: int) -> None:
+    tags = Image.Exif()
+    tags[0x0112] = orientation
+    content = encoded(quad(64, 32), "TIFF", exif=tags)
+    control = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    assert control.size == ((32, 64) if orientation >= 5 else (64, 32))
+    for _ in range(2):
+        image = Image.open(io.BytesIO(content))
+        assert picture_size(image) == picture_size(image) == control.size
+        assert np.array_equal(pixels(open_picture(image)), pixels(control))
+
+
 def test_the_first_exif_of_a_jpeg_counts() -> None:
     plain = encoded(noise(9, 5), "JPEG", exif=exif(6))
     second = b"\xff\xe1" + struct.pack(">H", len(exif(3)) + 8) + b"Exif\0\0" + exif(3)
@@ -562,8 +596,41 @@ def test_scans_are_counted() -> None:
     last = content.rindex(b"\xff\xda")
     scan = content[last:-2]
     assert open_picture(content[:-2] + scan * 3 + content[-2:]).size == (64, 64)
-    with pytest.raises(ImageError, match="the JPEG file is damaged: 2010 scans, at most 200 are decoded"):
+    with pytest.raises(ImageError, match="the JPEG file is damaged: 2010 scans, at most 64 are decoded"):
         open_picture(content[:-2] + scan * 2000 + content[-2:])
+
+
+def test_scans_are_those_of_the_picture() -> None:
+    """Phones append a video, in which every pair of bytes comes up; a length may lead over an end that is none."""
+    content = encoded(noise(64, 64), "JPEG", progressive=True)
+    plain = pixels(open_picture(content))
+    assert np.array_equal(pixels(open_picture(content + b"\xff\xda" * 500)), plain)
+    comment = b"\xff\xfe\x00\x06\xff\xd9\xff\xda"
+    first, last = content.index(b"\xff\xda"), content.rindex(b"\xff\xda")
+    scan = content[last:-2]
+    assert np.array_equal(pixels(open_picture(content[:last] + comment * 500 + content[last:])), plain)
+    assert np.array_equal(pixels(open_picture(content[:first] + comment + content[first:])), plain)
+    with pytest.raises(ImageError, match="2010 scans"):
+        open_picture(content[:last] + comment + scan * 2000 + content[last:])
+    with pytest.raises(ImageError, match="more than 100000 segments in its picture"):
+        open_picture(content[:last] + b"\xff\xfe\x00\x02" * 100_001 + content[last:])
+
+
+def test_no_scan_hides_from_the_count() -> None:
+    """The decoder steps over such a marker alone where restarts are on: it reads no length behind it."""
+    content = encoded(Image.new("RGB", (64, 64)), "JPEG", progressive=True)
+    assert content.count(b"\xff\xda") == 10
+    hidden = content[content.rindex(b"\xff\xda") : -2] * 100
+    marker = b"\xff\x02" + (2 + len(hidden)).to_bytes(2, "big")
+    with pytest.raises(ImageError, match="110 scans, at most 64"):
+        open_picture(content[:-2] + marker + hidden + content[-2:])
+
+
+def test_scans_of_four_colours_in_many_steps() -> None:
+    image = noise(64, 64).convert("CMYK")
+    content = encoded(image, "JPEG", progressive=True)
+    assert 10 < content.count(b"\xff\xda") <= 32
+    assert open_picture(content).size == (64, 64)
 
 
 def test_metadata_never_reaches_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
