@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import functools
 import ipaddress
 import re
 import socket
@@ -23,6 +24,8 @@ from urllib.parse import unquote_to_bytes
 from moonvit.errors import ConfigError, ImageError, MediaFetchError, MissingDependencyError
 
 if TYPE_CHECKING:
+    import ssl
+
     import httpx
 
 _HEADER = 1024
@@ -267,6 +270,14 @@ def _run_beside(work: Coroutine[Any, Any, bytes], seconds: float) -> bytes | Non
     return results[0]
 
 
+@functools.cache
+def _certificates() -> ssl.SSLContext:
+    """Who is trusted, read once: it takes longer than many a picture."""
+    import httpx
+
+    return httpx.create_ssl_context()
+
+
 async def _follow(url: str, policy: FetchPolicy, limits: Limits, index: int) -> bytes:
     import httpx
 
@@ -274,7 +285,7 @@ async def _follow(url: str, policy: FetchPolicy, limits: Limits, index: int) -> 
         raise _fail(MediaFetchError, index, f"an address of {len(url)} characters, at most {_ADDRESS} are read")
     address = httpx.URL(url.strip())
     # Not a Client: that would follow the environment's proxies, keep cookies, and write whole addresses to the log.
-    async with httpx.AsyncHTTPTransport() as transport:
+    async with httpx.AsyncHTTPTransport(verify=_certificates()) as transport:
         for _ in range(limits.max_redirects + 1):
             response = await _ask(transport, address, policy, limits, index)
             try:

@@ -9,10 +9,13 @@ import http.server
 import io
 import logging
 import socket
+import ssl
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -575,6 +578,52 @@ def test_a_connection_that_is_refused() -> None:
 def test_https_to_a_server_that_has_none(base: str) -> None:
     with pytest.raises(MediaFetchError, match="could not be read: ConnectError"):
         fetch_bytes(base.replace("http:", "https:") + "/good", POLICY)
+
+
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Path]]:
+    """Port and certificate of a server that can prove to be pictures.test, and nobody else."""
+    folder = tmp_path_factory.mktemp("secure")
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    names = ["-days", "2", "-subj", "/CN=pictures.test", "-addext", "subjectAltName=DNS:pictures.test"]
+    subprocess.run(
+        [*command, *names, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True, timeout=30
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]
+    server.daemon_threads = True
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    yield server.server_address[1], certificate
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_certificate_is_that_of_the_name_in_the_address(
+    secure: tuple[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection goes to a number, what is proved is the name."""
+    port, certificate = secure
+    resolving(monkeypatch, "127.0.0.1")
+    policy = FetchPolicy(("pictures.test", "other.test", "127.0.0.1"), allow_private=True)
+    with pytest.raises(MediaFetchError, match="could not be read: ConnectError"):
+        fetch_bytes(f"https://pictures.test:{port}/good", policy)  # nobody vouches for it
+    trusted = ssl.create_default_context(cafile=certificate)
+    monkeypatch.setattr(sources, "_certificates", lambda: trusted)
+    assert fetch_bytes(f"https://pictures.test:{port}/good", policy) == CONTENT
+    assert fetch_bytes(f"https://pictures.test.:{port}/good", policy) == CONTENT
+    for host in ("other.test", "127.0.0.1"):
+        with pytest.raises(MediaFetchError, match="could not be read: ConnectError"):
+            fetch_bytes(f"https://{host}:{port}/good", policy)
+
+
+def test_certificates_are_checked_and_read_once() -> None:
+    context = sources._certificates()
+    assert context.verify_mode == ssl.CERT_REQUIRED and context.check_hostname
+    assert sources._certificates() is context
 
 
 def test_it_works_where_a_loop_is_running(base: str) -> None:
