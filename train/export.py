@@ -116,7 +116,7 @@ def write_checkpoint(
         ("generation_config.json", generation),
     ):
         (out / name).write_text(json.dumps(content, indent=1) + "\n")
-    write(out)
+    write(out, "<|media_start|>" if config["model_type"] == "kimi_vl" else "<|media_begin|>")
 
 
 def main() -> None:

@@ -59,11 +59,12 @@ def ranks() -> list[bytes]:
     return [bytes([value]) for value in range(256)] + [word.encode() for word in words]
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, media_begin: str = "<|media_begin|>") -> None:
     """Write ``tiktoken.model`` and ``tokenizer_config.json``.
 
     Args:
         folder: Where to.
+        media_begin: What the family calls the token in front of a picture.
     """
     lines = [base64.b64encode(token).decode() + f" {rank}" for rank, token in enumerate(ranks())]
     (folder / "tiktoken.model").write_text("\n".join(lines) + "\n")
@@ -76,7 +77,7 @@ def write(folder: Path) -> None:
             "single_word": False,
             "special": True,
         }
-        for offset, name in SPECIALS.items()
+        for offset, name in (SPECIALS | {18: media_begin}).items()
     }
     config = {
         "added_tokens_decoder": added,

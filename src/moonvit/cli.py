@@ -123,7 +123,7 @@ def encode(
         for image in images:
             results += encoder.encode([image])
             advance()
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "image": _shown(image),
             "source_size": list(one.source_size),
@@ -324,7 +324,7 @@ def models(as_json: Json = False) -> None:
     from moonvit.families import FAMILIES
     from moonvit.preprocess import tokens_for
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, config in FAMILIES.items():
         rows.append(
             {
