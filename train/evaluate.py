@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from moonvit.engines import Delta, GenerateRequest, Sampling, open_engine
+from moonvit.engines import Delta, GenerateRequest, Sampling, default_model, open_engine
 from moonvit.prompts.messages import ImagePart, Message, TextPart
 from train.draw import HELD_OUT_WORDS, KINDS, Sample, Turn, make_sample
 
@@ -116,7 +116,14 @@ def main() -> None:
     parser.add_argument("--pictures", type=int, default=1400, help="questions to ask, each about fresh pictures")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--wrong", action="store_true", help="show every wrong answer on stderr")
-    print(json.dumps(asyncio.run(run(parser.parse_args()))))
+    parser.add_argument("--write", action="store_true", help="keep the result beside the model, as demo.json")
+    options = parser.parse_args()
+    result = asyncio.run(run(options))
+    if options.write:
+        summary = f"{result['accuracy']:.1%} of {result['questions']} held-out questions answered exactly"
+        file = (options.model or default_model()) / "demo.json"
+        file.write_text(json.dumps({"summary": summary, **result}, indent=1) + "\n")
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

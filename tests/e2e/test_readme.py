@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -76,6 +77,15 @@ def test_curl_gets_an_answer(address: str) -> None:
 def test_the_openai_client_streams_an_answer(address: str) -> None:
     snippet = next(text for text in PYTHON if "openai" in text)
     assert run([sys.executable, "-c", snippet.replace("http://127.0.0.1:8000", address)]) == "stop"
+
+
+def test_the_demo_model_is_described_by_its_own_measurement() -> None:
+    facts = json.loads((default_model() / "demo.json").read_text())
+    section = README[README.index("<!-- demo:begin -->") : README.index("<!-- demo:end -->")]
+    assert f"{facts['questions']:,} held-out questions" in section
+    assert f"**{facts['accuracy']:.1%}**" in section
+    for kind, share in facts["kinds"].items():
+        assert f"| {kind} | {share:.1%} |" in section
 
 
 def test_relative_links_lead_somewhere() -> None:
