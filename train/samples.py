@@ -27,9 +27,9 @@ def main() -> None:
     stop = _scene(224, 140, 3)
     stop.write("red", size=56, text="stop")
     stop.image.save(folder / "stop.png", optimize=True)
-    shapes = _scene(280, 210, 5)
+    shapes = _scene(224, 168, 7)
     for name, colour, cell in (("circle", "blue", (0, 0)), ("star", "orange", (1, 2)), ("square", "green", (2, 0))):
-        shapes.shape(name, colour, 58, cell)
+        shapes.shape(name, colour, 48, cell)
     shapes.image.save(folder / "shapes.png", optimize=True)
     number = _scene(200, 112, 8)
     number.write("purple", size=44, text="1729")
