@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 THREADS ?= 2
 
 # mlx-vlm, kornia: independent implementations that the tests compare with; their own dependencies are not needed.
-.PHONY: help venv serve test browser check format bench demo-model clean
+.PHONY: help venv serve test browser check format demo-model clean
 
 help:
 	@echo "make serve       install on first use, then serve the demo model on http://127.0.0.1:8000"
@@ -52,7 +52,7 @@ format: $(STAMP)
 demo-model: $(STAMP)
 	$(BIN)/python -m train.run --folder runs/demo --threads $(THREADS)
 	$(BIN)/python -m train.export --folder runs/demo
-	$(BIN)/python -m train.evaluate
+	$(BIN)/python -m train.evaluate --write
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
