@@ -21,8 +21,15 @@ from train.vocabulary import IM_END, MEDIA_PAD, PAD, ranks, special
 GLYPH_OF = {glyph: number for number, glyph in enumerate(LETTERS + DIGITS, 1)}
 SHAPE_OF = {name: number for number, name in enumerate(SHAPES, 1)}
 COLOUR_OF = {name: number for number, name in enumerate(COLOURS, 1)}
-LABEL_CLASSES = (37, 9, 7, 11)
-"""Classes of the four dense labels of a patch: glyph, place in its string, shape, colour; 0 is nothing."""
+INVENTED = 0.35
+"""Share of the strings of training that are no words."""
+CENTRE_OF = {"shape": 1, "bar": 2, "text": 3}
+LABEL_CLASSES = (37, 37, 9, 9, 7, 11, 10, 4)
+"""Classes of the dense labels of a patch; 0 is nothing.
+
+Glyph of the left and of the right half, index in the string of each, shape, colour, place of the thing in the picture,
+and what has its middle here.
+"""
 PATTERN = "|".join(
     [
         r"""[\p{Han}]+""",
@@ -89,7 +96,7 @@ class Batch:
     Attributes:
         grids: Patch rows and columns of each group.
         patches: uint8 (B, L, 588) of each group.
-        labels: int64 (B, M, 4, 4) of each group.
+        labels: int64 (B, M, 4, 8) of each group.
         order: (group, index) of every picture in the order of the placeholders.
         ids_ST: Token ids, padded on the right.
         flags_ST: 0, or one more than the number of the answer a token belongs to.
@@ -123,7 +130,7 @@ def patchify(image: Image.Image, h: int, w: int) -> np.ndarray[Any, Any]:
 
 
 def dense_labels(marks: list[Mark], rows: int, columns: int) -> np.ndarray[Any, Any]:
-    """What covers the centre of each patch.
+    """What covers each patch; letters are told for its left and its right half.
 
     Args:
         marks: Things of the picture.
@@ -131,25 +138,37 @@ def dense_labels(marks: list[Mark], rows: int, columns: int) -> np.ndarray[Any, 
         columns: Merged columns.
 
     Returns:
-        int64 (rows * columns, 4, 4): merged token, its patches in merge order, label; zero where there is nothing.
+        int64 (rows * columns, 4, 8): merged token, its patches in merge order, label; zero where there is nothing.
     """
-    labels = np.zeros((2 * rows, 2 * columns, 4), dtype=np.int64)
+    labels = np.zeros((2 * rows, 2 * columns, len(LABEL_CLASSES)), dtype=np.int64)
+    glyphs = np.zeros((2 * rows, 4 * columns, 2), dtype=np.int64)
     for mark in marks:
-        left, top, right, bottom = (round(edge / 14) for edge in mark.box)
-        if mark.glyph is not None and left == right:
-            left = int((mark.box[0] + mark.box[2]) / 28)
-            right = left + 1
-        if top == bottom:
-            top = int((mark.box[1] + mark.box[3]) / 28)
-            bottom = top + 1
-        covered = labels[max(0, top) : bottom, max(0, left) : right]
+        if mark.centre is not None:
+            x, y = (mark.box[0] + mark.box[2]) / 28, (mark.box[1] + mark.box[3]) / 28
+            labels[int(y), int(x), 7] = CENTRE_OF[mark.centre]
         if mark.glyph is not None:
-            covered[..., 0], covered[..., 1] = GLYPH_OF[mark.glyph], mark.index + 1
-        if mark.shape is not None:
-            covered[..., 2] = SHAPE_OF[mark.shape]
+            _covered(glyphs, mark, 7)[:] = GLYPH_OF[mark.glyph], mark.index + 1
         if mark.colour is not None:
-            covered[..., 3] = COLOUR_OF[mark.colour]
-    return labels.reshape(rows, 2, columns, 2, 4).transpose(0, 2, 1, 3, 4).reshape(rows * columns, 4, 4)
+            covered = _covered(labels, mark, 14)
+            covered[..., 5], covered[..., 6] = COLOUR_OF[mark.colour], mark.place + 1
+            if mark.shape is not None:
+                covered[..., 4] = SHAPE_OF[mark.shape]
+    labels[..., :4] = glyphs.reshape(2 * rows, 2 * columns, 2, 2).transpose(0, 1, 3, 2).reshape(2 * rows, 2 * columns, 4)
+    return labels.reshape(rows, 2, columns, 2, -1).transpose(0, 2, 1, 3, 4).reshape(rows * columns, 4, -1)
+
+
+def _covered(labels: np.ndarray[Any, Any], mark: Mark, width: int) -> np.ndarray[Any, Any]:
+    """The part of a map of labels, this many pixels wide and 14 high each, whose centres a mark covers; never empty."""
+    left, right = round(mark.box[0] / width), round(mark.box[2] / width)
+    top, bottom = round(mark.box[1] / 14), round(mark.box[3] / 14)
+    if left >= right:
+        left = int((mark.box[0] + mark.box[2]) / 2 / width)
+        right = left + 1
+    if top >= bottom:
+        top = int((mark.box[1] + mark.box[3]) / 28)
+        bottom = top + 1
+    part: np.ndarray[Any, Any] = labels[max(0, top) : bottom, max(0, left) : right]
+    return part
 
 
 FILLER_WORDS = (
@@ -159,11 +178,11 @@ FILLER_WORDS = (
 
 
 Page = tuple[int, int, Tensor, Tensor]
-"""Rows and columns of patches, uint8 patches (B, L, 588), labels (B, M, 4, 4)."""
+"""Rows and columns of patches, uint8 patches (B, L, 588), labels (B, M, 4, 8)."""
 
 
 class Pages(IterableDataset[Page]):
-    """Endless batches of pages: rows and columns of patches, uint8 patches (B, L, 588), labels (B, M, 4, 4).
+    """Endless batches of pages: rows and columns of patches, uint8 patches (B, L, 588), labels (B, M, 4, 8).
 
     Args:
         seed: Seed of every choice.
@@ -180,7 +199,7 @@ class Pages(IterableDataset[Page]):
         while True:
             r, c = rng.randint(2, self.cells), rng.randint(2, self.cells)
             patches, labels = [], []
-            for _ in range(max(2, self.patches // (4 * r * c))):
+            for _ in range(max(1, self.patches // (4 * r * c))):
                 width, height = rng.randint(CELL * (c - 1) + 1, CELL * c), rng.randint(CELL * (r - 1) + 1, CELL * r)
                 image, marks = make_page(rng, width, height, self.easy)
                 patches.append(patchify(image, 2 * r, 2 * c))
@@ -225,6 +244,8 @@ class Stream(IterableDataset[Batch]):
             The batch.
         """
         cells = [self._cells(rng), self._cells(rng)]
+        # Large pictures cost far more than words, so more is asked about them.
+        turns = 3 if max(r * c for r, c in cells) < 64 else 6
         several = rng.random() < 0.2
         sorts = [sort for sort in MIX if (sort == "multi") == several]
         most = min(self.most, 50) if several else self.most
@@ -248,7 +269,8 @@ class Stream(IterableDataset[Batch]):
                 )
 
             sort = rng.choices(sorts, [MIX[name] for name in sorts])[0]
-            sample = make_sample(rng, size, sort=sort, easy=self.easy if rng.random() < 0.7 else 0.0, most_turns=3)
+            easy = self.easy if rng.random() < 0.7 else 0.0
+            sample = make_sample(rng, size, sort=sort, easy=easy, most_turns=turns, invented=INVENTED)
             picked = picked[: len(sample.images)]
             for image, marks, group in zip(sample.images, sample.marks, picked, strict=True):
                 r, c = cells[group]

@@ -40,6 +40,8 @@ PLACES = (
 )
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DIGITS = "0123456789"
+SMALLEST_TEXT = 20
+"""Font size in pixels."""
 AMBIGUOUS_ALONE = set("0o1li")
 """One of these alone cannot be told from another without context, so no picture shows one alone."""
 KINDS = ("read", "colour", "shape", "count", "place", "chart", "multi")
@@ -89,6 +91,8 @@ class Mark:
         index: Place of the character in its string.
         shape: Name, for a shape.
         colour: Name of its colour.
+        place: One of the nine places its thing is in, row by row; a letter belongs to its text.
+        centre: "shape", "bar" or "text" where the thing counts once, in the middle of the box; else None.
     """
 
     box: tuple[float, float, float, float]
@@ -96,6 +100,8 @@ class Mark:
     index: int = 0
     shape: str | None = None
     colour: str | None = None
+    place: int = 0
+    centre: str | None = None
 
 
 @dataclass
@@ -140,6 +146,7 @@ class Scene:
     rng: random.Random
     words: Sequence[str]
     easy: float = 0.0
+    invented: float = 0.0
     image: Image.Image = field(init=False)
     background: str = field(init=False)
     things: list[_Thing] = field(default_factory=list)
@@ -198,17 +205,20 @@ class Scene:
         return None
 
     def string(self, longest: int) -> str:
-        """A word, a number or a random string of at most this many characters."""
+        """A word, a number or an invented word of at most this many characters."""
         rng = self.rng
         longest = max(1, min(8, longest))
+        letters = rng.random() < self.invented
         roll = rng.random()
-        if roll < 0.5:
+        if roll < 0.6:
             for _ in range(20):
                 word = rng.choice(self.words)
+                if letters:
+                    word = word[: rng.randint(1, len(word))] + rng.choice(self.words)[-rng.randint(1, 4) :]
                 if len(word) <= longest:
                     return word
         length = rng.randint(1, longest)
-        alphabet = DIGITS if roll < 0.75 else LETTERS
+        alphabet = LETTERS if letters else DIGITS
         while True:
             text = "".join(rng.choice(alphabet) for _ in range(length))
             if length > 1 or text not in AMBIGUOUS_ALONE:
@@ -220,7 +230,7 @@ class Scene:
         room = min(self.width, self.height)
         if size is None:
             top = min(88.0, room * 0.8)
-            low = 16 + 8 * self.easy
+            low = SMALLEST_TEXT + 8 * self.easy
             size = int(math.exp(rng.uniform(math.log(low), math.log(max(low + 1, top)))))
         font = _font(rng.choice(font_files()), size)
         if text is None:
@@ -239,7 +249,8 @@ class Scene:
         self.things.append(thing)
         for index, glyph in enumerate(text):
             span = (x + ends[index], box[1], x + ends[index + 1], box[3])
-            self.marks.append(Mark(span, glyph=glyph, index=index, colour=colour))
+            self.marks.append(Mark(span, glyph=glyph, index=index, colour=colour, place=self.third(box)))
+        self.marks.append(Mark(box, place=self.third(box), centre="text"))
         return thing
 
     def shape(
@@ -263,8 +274,13 @@ class Scene:
         self.things.append(thing)
         inset = size * 0.1
         inner = (box[0] + inset, box[1] + inset, box[2] - inset, box[3] - inset)
-        self.marks.append(Mark(inner, shape=name, colour=colour))
+        self.marks.append(Mark(inner, shape=name, colour=colour, place=self.third(box), centre="shape"))
         return thing
+
+    def third(self, box: tuple[float, float, float, float]) -> int:
+        """Number of the place that the middle of a box is in, row by row."""
+        row = min(2, int(3 * (box[1] + box[3]) / 2 / self.height))
+        return 3 * row + min(2, int(3 * (box[0] + box[2]) / 2 / self.width))
 
     def finish(self) -> Image.Image:
         """The picture, sometimes with a little noise as a camera or a codec would leave."""
@@ -354,7 +370,7 @@ def _text_scene(scene: Scene, several: bool) -> list[Turn]:
             break
         scene.write(colour)
     if not scene.things:
-        scene.write(scene.free_colours()[0], size=16, text=rng.choice("abcdefghjkmn"))
+        scene.write(scene.free_colours()[0], size=SMALLEST_TEXT, text=rng.choice("abcdefghjkmn"))
     turns = []
     texts = [thing for thing in scene.things if thing.text is not None]
     if len(texts) == 1:
@@ -432,7 +448,7 @@ def _chart_scene(scene: Scene) -> list[Turn]:
     most = min(5, len(colours), (scene.width - 8) // 18)
     number = rng.randint(2, max(2, most))
     labelled = scene.height >= 84 and scene.width / number >= 24
-    label_size = int(min(rng.uniform(16, 26), scene.width / number * 0.9)) if labelled else 0
+    label_size = int(min(rng.uniform(SMALLEST_TEXT, 28), scene.width / number * 0.9)) if labelled else 0
     left, right = scene.width * rng.uniform(0.03, 0.12), scene.width * rng.uniform(0.88, 0.97)
     bottom = scene.height * rng.uniform(0.93, 0.98) - (label_size * 1.15 if labelled else 0)
     top = scene.height * rng.uniform(0.03, 0.12)
@@ -451,7 +467,7 @@ def _chart_scene(scene: Scene) -> list[Turn]:
         box = (x0, bottom - level * scale, x0 + step * 0.76, bottom)
         draw.rectangle(box, fill=_shade(colours[number_], rng, 14))
         scene.things.append(_Thing("bar", colours[number_], box, labels[number_] if labelled else None))
-        scene.marks.append(Mark(box, colour=colours[number_]))
+        scene.marks.append(Mark(box, colour=colours[number_], place=scene.third(box), centre="bar"))
         if font is not None:
             glyph = labels[number_]
             wide = font.getlength(glyph)
@@ -531,7 +547,7 @@ def _multi_scene(scene: Scene) -> None:
 
 
 SizeOf = Callable[[int], tuple[int, int]]
-MIX = {"read": 0.34, "texts": 0.14, "shapes": 0.2, "chart": 0.09, "mixed": 0.08, "multi": 0.15}
+MIX = {"read": 0.31, "texts": 0.12, "shapes": 0.27, "chart": 0.08, "mixed": 0.07, "multi": 0.15}
 """Share of each sort of scene in training."""
 
 
@@ -542,6 +558,7 @@ def make_sample(
     sort: str | None = None,
     easy: float = 0.0,
     most_turns: int = 4,
+    invented: float = 0.0,
 ) -> Sample:
     """Draw one sample.
 
@@ -552,6 +569,7 @@ def make_sample(
         sort: One of ``MIX``; drawn from it when None.
         easy: 1 draws only large letters, 0 the full range.
         most_turns: Questions at most.
+        invented: Share of strings that are no words: two words spliced, or letters at random.
 
     Returns:
         One to three pictures with at least one question.
@@ -561,7 +579,7 @@ def make_sample(
         scenes = []
         for number in range(rng.choice((2, 2, 3)) if chosen == "multi" else 1):
             width, height = size(number)
-            scenes.append(Scene(width, height, rng, words, easy))
+            scenes.append(Scene(width, height, rng, words, easy, invented))
         scene = scenes[0]
         if chosen == "multi":
             for each in scenes:
@@ -592,13 +610,13 @@ def make_page(rng: random.Random, width: int, height: int, easy: float = 0.0) ->
     Returns:
         The picture and everything in it.
     """
-    scene = Scene(width, height, rng, TRAIN_WORDS, easy)
+    scene = Scene(width, height, rng, TRAIN_WORDS, easy, invented=0.5)
     colours = scene.free_colours()
     fails = 0
     while fails < 3:
         colour = rng.choice(colours)
         if rng.random() < 0.8:
-            low = 16 + 8 * easy
+            low = SMALLEST_TEXT + 8 * easy
             size = int(math.exp(rng.uniform(math.log(low), math.log(max(low + 1, min(72.0, height * 0.7))))))
             made = scene.write(colour, size)
         else:

@@ -369,6 +369,27 @@ def cosine_filters(width: int) -> Tensor:
     return filters.flatten(2).flatten(0, 1)
 
 
+def smooth_positions(height: int, width: int, dim: int, strength: float = 0.12) -> Tensor:
+    """First position table: slow waves along both axes, each spread over all channels by random signs.
+
+    A table of noise tells nothing about where a patch is until each of its entries is learned, and a grid of another
+    size reads other entries; slow waves say it at once, for every size.
+
+    Args:
+        height: Rows of the table.
+        width: Columns.
+        dim: Tower width D.
+        strength: Height of one wave.
+
+    Returns:
+        float32 (height, width, D).
+    """
+    y, x = ((torch.arange(float(n)) + 0.5) / n * math.pi for n in (height, width))
+    waves = [torch.cos(a * y)[:, None] * torch.cos(b * x) for a in range(4) for b in range(4) if 0 < a + b < 4]
+    signs = torch.randint(0, 2, (len(waves), dim)) * 2.0 - 1.0
+    return strength * torch.einsum("khw,kd->hwd", torch.stack(waves), signs)
+
+
 def look_at_neighbours(block: Block, index: int, strength: float = 4.5) -> None:
     """Bias the heads of a block towards the patch to the left, to the right, and above or below.
 
@@ -424,7 +445,8 @@ class DemoModel(nn.Module):
                 nn.init.normal_(parameter, std=0.25 / math.sqrt(parameter.shape[1]))
         with torch.no_grad():
             tower = self.vision_tower
-            proj = tower.patch_embed.proj
+            proj, table = tower.patch_embed.proj, tower.patch_embed.pos_emb.weight
+            table.copy_(smooth_positions(*table.shape))
             proj.weight.copy_(cosine_filters(proj.weight.shape[0]).view_as(proj.weight))
             for index, block in enumerate(tower.encoder.blocks[:-2]):
                 look_at_neighbours(block, index)

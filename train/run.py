@@ -1,6 +1,6 @@
 """Train the demo model. Resumes from its folder; a run may be stopped and taken up again at any time.
 
-python -m train.run --folder runs/demo --minutes 100 --decay 30
+python -m train.run --folder runs/demo
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STAGES = (
     (PAGES, 6, 0.3),
     (PAGES + 60_000, 9, 0.1),
     (PAGES + 150_000, 16, 0.0),
-    (PAGES + 240_000, 33, 0.0),
+    (PAGES + 280_000, 33, 0.0),
 )
 """From so many pictures on: the largest side in merged tokens, and how much larger the smallest letters are."""
 
@@ -180,7 +180,7 @@ class Trainer:
             rate: Learning rate.
 
         Returns:
-            Dense loss, and the share of glyph patches that are named right.
+            Dense loss, and the share of half patches with a glyph whose glyph is named right.
         """
         h, w, patches, labels = page
         logits = self.head(self.model.features(normalised(patches), h, w)).float()
@@ -188,8 +188,9 @@ class Trainer:
         dense.backward()
         self._update(rate)
         self.pictures += len(patches)
-        glyphs = labels[..., 0]
-        named = logits.unflatten(-1, (4, -1))[..., : LABEL_CLASSES[0]].argmax(-1)
+        glyphs = labels[..., :2]
+        halves = logits.unflatten(-1, (4, -1))[..., : 2 * LABEL_CLASSES[0]].unflatten(-1, (2, -1))
+        named = halves.argmax(-1)
         return dense.item(), (named == glyphs)[glyphs > 0].float().mean().item()
 
     def step(self, batch: Batch, rate: float, dense_weight: float) -> tuple[float, float, Tensor]:
@@ -232,7 +233,7 @@ def dense_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
     Args:
         logits: (B, M, 4 * sum of classes).
-        labels: (B, M, 4, 4).
+        labels: (B, M, 4, 8).
 
     Returns:
         A scalar.
@@ -251,8 +252,8 @@ def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--minutes", type=float, default=100, help="how long this call trains")
-    parser.add_argument("--decay", type=float, default=30, help="the last minutes, in which the rate falls to zero")
+    parser.add_argument("--pictures", type=int, default=1_000_000, help="how many pictures are seen in all")
+    parser.add_argument("--decay", type=int, default=150_000, help="the last pictures, over which the rate falls to 0")
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--patches", type=int, default=5000, help="patches of a batch")
     parser.add_argument("--threads", type=int, default=1)
@@ -277,12 +278,12 @@ def main() -> None:
     begin = last = saved = time.monotonic()
     already = trainer.spent
     exact: dict[str, list[int]] = {kind: [0, 0] for kind in KINDS}
-    sums = [0.0, 0.0, 0]
+    sums, read, begun = [0.0, 0.0, 0], [0.0, 0], trainer.steps
     stage = -1
     met, met_steps, met_pictures = begin, trainer.steps, trainer.pictures
     while True:
         now = time.monotonic()
-        stop = stop or now - begin > options.minutes * 60
+        stop = stop or trainer.pictures >= options.pictures
         if options.peers > 1 and (stop or now - met > options.meet):
             stop = trainer.average(trainer.steps - met_steps, trainer.pictures - met_pictures, stop)
             met, met_steps, met_pictures = time.monotonic(), trainer.steps, trainer.pictures
@@ -296,30 +297,31 @@ def main() -> None:
             asking = trainer.pictures >= PAGES
             source = Stream(seed, cells, options.patches, easy) if asking else Pages(seed, cells, 2000, easy)
             loader = iter(DataLoader(source, batch_size=None, num_workers=1, prefetch_factor=6))
-        left = options.minutes * 60 - (now - begin)
-        rate = options.rate * min(1.0, (trainer.steps + 1) / 150)
-        if options.decay > 0:
-            rate *= min(1.0, left / (options.decay * 60))
-        batch = next(loader)
-        loss = 0.0
+            pages = iter(DataLoader(Pages(f"{seed}.again", cells, 2000, easy), batch_size=None, num_workers=1))
+        left = (options.pictures - trainer.pictures) / max(1, options.decay)
+        rate = options.rate * min(1.0, (trainer.steps - begun + 1) / 150, left)
+        # Every third step goes on reading pages: a letter costs least there.
+        batch = next(pages if trainer.steps % 3 == 2 else loader)
         if isinstance(batch, Batch):
-            loss, dense, right = trainer.step(batch, rate, 0.5)
+            loss, dense, right = trainer.step(batch, rate, 1.0)
+            sums = [sums[0] + loss, sums[1] + dense, sums[2] + 1]
             for kind, ok in zip(batch.kinds.tolist(), right.tolist(), strict=True):
                 exact[KINDS[kind]][0] += ok
                 exact[KINDS[kind]][1] += 1
         else:
-            dense, loss = trainer.page_step(batch, rate)
-        if not math.isfinite(dense + loss):
-            raise SystemExit(f"dense {dense}, loss {loss} at step {trainer.steps}")
-        sums = [sums[0] + loss, sums[1] + dense, sums[2] + 1]
+            dense, named = trainer.page_step(batch, rate)
+            read = [read[0] + named, read[1] + 1]
+        if not math.isfinite(dense):
+            raise SystemExit(f"dense loss {dense} at step {trainer.steps}")
         if options.rank == 0 and now - last > 60:
             trainer.spent = already + now - begin
             row = {
                 "minutes": round(trainer.spent / 60, 1),
                 "steps": trainer.steps,
                 "pictures": trainer.pictures,
-                "loss": round(sums[0] / sums[2], 4),
-                "dense": round(sums[1] / sums[2], 4),
+                "loss": round(sums[0] / max(1, sums[2]), 4),
+                "dense": round(sums[1] / max(1, sums[2]), 4),
+                "glyphs": round(read[0] / max(1, read[1]), 4),
                 "rate": round(rate, 6),
                 "cells": STAGES[stage][1],
                 "exact": {kind: round(a / b, 3) for kind, (a, b) in exact.items() if b},
@@ -329,7 +331,7 @@ def main() -> None:
                 log.write(json.dumps(row) + "\n")
             print(json.dumps(row), flush=True)
             exact = {kind: [0, 0] for kind in KINDS}
-            sums = [0.0, 0.0, 0]
+            sums, read = [0.0, 0.0, 0], [0.0, 0]
             last = now
         if options.rank == 0 and now - saved > 180:
             trainer.save()

@@ -16,7 +16,7 @@ from moonvit.families import config_from_dict
 from moonvit.preprocess import patches_from
 from train.batches import CELL, LABEL_CLASSES, Pages, Renderer, Stream, dense_labels, patchify
 from train.config import demo_config
-from train.draw import COLOURS, HELD_OUT_WORDS, KINDS, MIX, TRAIN_WORDS, Mark, make_sample
+from train.draw import COLOURS, HELD_OUT_WORDS, KINDS, MIX, TRAIN_WORDS, Mark, Scene, make_sample
 from train.export import SHARD, kimi_vl, preprocessor_config, write_checkpoint
 from train.model import DemoModel
 from train.vocabulary import IM_END, MEDIA_PAD, PAD
@@ -84,14 +84,29 @@ def test_patches_are_those_of_the_official_rule() -> None:
 
 
 def test_dense_labels_name_what_covers_a_patch() -> None:
-    marks = [Mark((28, 14, 42, 42), glyph="c", index=2, colour="red"), Mark((0, 0, 14, 14), shape="star")]
+    marks = [
+        Mark((28, 14, 42, 42), glyph="c", index=2, colour="red", place=5),
+        Mark((42, 14, 48, 28), glyph="i", index=3, colour="red", place=5),
+        Mark((0, 0, 14, 14), shape="star", colour="red", centre="shape"),
+    ]
     labels = dense_labels(marks, 2, 2)
-    assert labels.shape == (4, 4, 4)
+    assert labels.shape == (4, 4, len(LABEL_CLASSES))
     red = list(COLOURS).index("red") + 1
-    assert labels[1].tolist() == [[0, 0, 0, 0], [0, 0, 0, 0], [3, 3, 0, red], [0, 0, 0, 0]]
-    assert labels[3, 0].tolist() == [3, 3, 0, red]
-    assert labels[0, 0].tolist() == [0, 0, 4, 0]
-    assert (labels.reshape(-1, 4).max(0) < np.array(LABEL_CLASSES)).all()
+    nothing = [0] * len(LABEL_CLASSES)
+    # The patch on the right has a letter in its left half alone.
+    assert labels[1].tolist() == [nothing, nothing, [3, 3, 3, 3, 0, red, 6, 0], [9, 0, 4, 0, 0, red, 6, 0]]
+    assert labels[3, 0].tolist() == [3, 3, 3, 3, 0, red, 6, 0]
+    assert labels[0, 0].tolist() == [0, 0, 0, 0, 4, red, 1, 1]
+    assert (labels.reshape(-1, len(LABEL_CLASSES)).max(0) < np.array(LABEL_CLASSES)).all()
+
+
+def test_every_thing_has_one_middle_and_a_place() -> None:
+    scene = Scene(300, 200, random.Random(3), TRAIN_WORDS)
+    scene.shape("star", "red", 40.0, (0, 2))
+    scene.shape("circle", "red", 40.0, (2, 0))
+    labels = dense_labels(scene.marks, 8, 11)
+    assert (labels[..., 7] == 1).sum() == 2
+    assert set(np.unique(labels[..., 6])) == {0, 3, 7}
 
 
 @pytest.mark.parametrize("sort", list(MIX))
@@ -112,8 +127,16 @@ def test_held_out_words_are_never_in_training() -> None:
     rng = random.Random(0)
     for _ in range(200):
         for turn in make_sample(rng, lambda _: (200, 150), sort="read").turns:
-            # A random string may be a short word by chance.
-            assert turn.kind != "read" or turn.answer not in HELD_OUT_WORDS or len(turn.answer) < 4
+            assert turn.kind != "read" or turn.answer not in HELD_OUT_WORDS
+
+
+def test_invented_strings_are_in_training_alone() -> None:
+    texts = {"read": set[str](), "made up": set[str]()}
+    for name, invented in (("read", 0.0), ("made up", 1.0)):
+        scene = Scene(400, 100, random.Random(1), TRAIN_WORDS, invented=invented)
+        texts[name] = {scene.string(8) for _ in range(200)}
+    assert all(text in TRAIN_WORDS or text.isdigit() for text in texts["read"])
+    assert sum(text in TRAIN_WORDS for text in texts["made up"]) < 20
 
 
 def test_batches_hold_one_feature_for_each_placeholder() -> None:
@@ -130,6 +153,6 @@ def test_batches_hold_one_feature_for_each_placeholder() -> None:
 
 def test_pages_are_full() -> None:
     h, w, patches, labels = next(iter(Pages("test", 6, 400, 0.0)))
-    assert patches.shape[1:] == (h * w, 588) and labels.shape[1:] == (h * w // 4, 4, 4)
+    assert patches.shape[1:] == (h * w, 588) and labels.shape[1:] == (h * w // 4, 4, len(LABEL_CLASSES))
     assert (labels[..., 0] > 0).float().mean() > 0.03
     assert 14 * max(h, w) <= CELL * 6
