@@ -16,33 +16,9 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
+from train.vocabulary import SPECIALS
+
 WORDS = ["user", "assistant", "system", "image", " the", " picture", " red", " what", " is", "hello", " world", " Kimi"]
-SPECIALS = {
-    0: "[BOS]",
-    1: "[EOS]",
-    2: "<|im_end|>",
-    3: "<|im_user|>",
-    4: "<|im_assistant|>",
-    6: "<|start_header_id|>",
-    7: "<|end_header_id|>",
-    9: "[EOT]",
-    10: "<|im_system|>",
-    11: "<|tool_calls_section_begin|>",
-    12: "<|tool_calls_section_end|>",
-    13: "<|tool_call_begin|>",
-    14: "<|tool_call_argument_begin|>",
-    15: "<|tool_call_end|>",
-    17: "<|im_middle|>",
-    18: "<|media_begin|>",
-    19: "<|media_content|>",
-    20: "<|media_end|>",
-    21: "<|media_pad|>",
-    22: "<think>",
-    23: "</think>",
-    254: "[UNK]",
-    255: "[PAD]",
-}
-"""Offset behind the base ranks -> name, as in the released K2.5."""
 VL_SPECIALS = {k: "<|media_start|>" if k == 18 else v for k, v in SPECIALS.items() if k not in (22, 23)}
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
 GRID_SIDE = 8

@@ -24,11 +24,11 @@ COLOUR_OF = {name: number for number, name in enumerate(COLOURS, 1)}
 INVENTED = 0.35
 """Share of the strings of training that are no words."""
 CENTRE_OF = {"shape": 1, "bar": 2, "text": 3}
-LABEL_CLASSES = (37, 37, 9, 9, 7, 11, 10, 4)
+LABEL_CLASSES = (37, 37, 9, 9, 7, 11, 10, 4, 7, 7, 7)
 """Classes of the dense labels of a patch; 0 is nothing.
 
 Glyph of the left and of the right half, index in the string of each, shape, colour, place of the thing in the picture,
-and what has its middle here.
+what has its middle here, and how many shapes there are: of any kind, of this name, of this colour (6 is 6 or more).
 """
 PATTERN = "|".join(
     [
@@ -96,7 +96,7 @@ class Batch:
     Attributes:
         grids: Patch rows and columns of each group.
         patches: uint8 (B, L, 588) of each group.
-        labels: int64 (B, M, 4, 8) of each group.
+        labels: int64 (B, M, 4, 11) of each group.
         order: (group, index) of every picture in the order of the placeholders.
         ids_ST: Token ids, padded on the right.
         flags_ST: 0, or one more than the number of the answer a token belongs to.
@@ -138,7 +138,7 @@ def dense_labels(marks: list[Mark], rows: int, columns: int) -> np.ndarray[Any, 
         columns: Merged columns.
 
     Returns:
-        int64 (rows * columns, 4, 8): merged token, its patches in merge order, label; zero where there is nothing.
+        int64 (rows * columns, 4, 11): merged token, its patches in merge order, label; zero where there is nothing.
     """
     labels = np.zeros((2 * rows, 2 * columns, len(LABEL_CLASSES)), dtype=np.int64)
     glyphs = np.zeros((2 * rows, 4 * columns, 2), dtype=np.int64)
@@ -153,7 +153,10 @@ def dense_labels(marks: list[Mark], rows: int, columns: int) -> np.ndarray[Any, 
             covered[..., 5], covered[..., 6] = COLOUR_OF[mark.colour], mark.place + 1
             if mark.shape is not None:
                 covered[..., 4] = SHAPE_OF[mark.shape]
-    labels[..., :4] = glyphs.reshape(2 * rows, 2 * columns, 2, 2).transpose(0, 1, 3, 2).reshape(2 * rows, 2 * columns, 4)
+                covered[..., 8:] = [min(6, count) for count in mark.counts]
+    labels[..., :4] = (
+        glyphs.reshape(2 * rows, 2 * columns, 2, 2).transpose(0, 1, 3, 2).reshape(2 * rows, 2 * columns, 4)
+    )
     return labels.reshape(rows, 2, columns, 2, -1).transpose(0, 2, 1, 3, 4).reshape(rows * columns, 4, -1)
 
 
@@ -178,11 +181,11 @@ FILLER_WORDS = (
 
 
 Page = tuple[int, int, Tensor, Tensor]
-"""Rows and columns of patches, uint8 patches (B, L, 588), labels (B, M, 4, 8)."""
+"""Rows and columns of patches, uint8 patches (B, L, 588), labels (B, M, 4, 11)."""
 
 
 class Pages(IterableDataset[Page]):
-    """Endless batches of pages: rows and columns of patches, uint8 patches (B, L, 588), labels (B, M, 4, 8).
+    """Endless batches of pages: rows and columns of patches, uint8 patches (B, L, 588), labels (B, M, 4, 11).
 
     Args:
         seed: Seed of every choice.

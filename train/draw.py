@@ -93,6 +93,7 @@ class Mark:
         colour: Name of its colour.
         place: One of the nine places its thing is in, row by row; a letter belongs to its text.
         centre: "shape", "bar" or "text" where the thing counts once, in the middle of the box; else None.
+        counts: For a shape, how many shapes the picture has, of any kind, of this name and of this colour.
     """
 
     box: tuple[float, float, float, float]
@@ -102,6 +103,7 @@ class Mark:
     colour: str | None = None
     place: int = 0
     centre: str | None = None
+    counts: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclass
@@ -283,7 +285,11 @@ class Scene:
         return 3 * row + min(2, int(3 * (box[0] + box[2]) / 2 / self.width))
 
     def finish(self) -> Image.Image:
-        """The picture, sometimes with a little noise as a camera or a codec would leave."""
+        """The picture, sometimes with a little noise as a camera or a codec would leave. Shapes are counted now."""
+        shapes = [mark for mark in self.marks if mark.shape is not None]
+        for mark in shapes:
+            same_name = sum(other.shape == mark.shape for other in shapes)
+            mark.counts = len(shapes), same_name, sum(other.colour == mark.colour for other in shapes)
         if self.rng.random() < 0.25:
             noise = np.random.default_rng(self.rng.getrandbits(32)).integers(-8, 9, (self.height, self.width, 3))
             pixels = np.asarray(self.image).astype(np.int16) + noise

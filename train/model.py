@@ -369,7 +369,7 @@ def cosine_filters(width: int) -> Tensor:
     return filters.flatten(2).flatten(0, 1)
 
 
-def smooth_positions(height: int, width: int, dim: int, strength: float = 0.12) -> Tensor:
+def smooth_positions(height: int, width: int, dim: int, strength: float = 0.3) -> Tensor:
     """First position table: slow waves along both axes, each spread over all channels by random signs.
 
     A table of noise tells nothing about where a patch is until each of its entries is learned, and a grid of another

@@ -233,7 +233,7 @@ def dense_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
     Args:
         logits: (B, M, 4 * sum of classes).
-        labels: (B, M, 4, 8).
+        labels: (B, M, 4, 11).
 
     Returns:
         A scalar.
@@ -303,7 +303,7 @@ def main() -> None:
         # Every third step goes on reading pages: a letter costs least there.
         batch = next(pages if trainer.steps % 3 == 2 else loader)
         if isinstance(batch, Batch):
-            loss, dense, right = trainer.step(batch, rate, 1.0)
+            loss, dense, right = trainer.step(batch, rate, 1.4)
             sums = [sums[0] + loss, sums[1] + dense, sums[2] + 1]
             for kind, ok in zip(batch.kinds.tolist(), right.tolist(), strict=True):
                 exact[KINDS[kind]][0] += ok

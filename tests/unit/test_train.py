@@ -87,16 +87,21 @@ def test_dense_labels_name_what_covers_a_patch() -> None:
     marks = [
         Mark((28, 14, 42, 42), glyph="c", index=2, colour="red", place=5),
         Mark((42, 14, 48, 28), glyph="i", index=3, colour="red", place=5),
-        Mark((0, 0, 14, 14), shape="star", colour="red", centre="shape"),
+        Mark((0, 0, 14, 14), shape="star", colour="red", centre="shape", counts=(3, 1, 2)),
     ]
     labels = dense_labels(marks, 2, 2)
     assert labels.shape == (4, 4, len(LABEL_CLASSES))
     red = list(COLOURS).index("red") + 1
     nothing = [0] * len(LABEL_CLASSES)
     # The patch on the right has a letter in its left half alone.
-    assert labels[1].tolist() == [nothing, nothing, [3, 3, 3, 3, 0, red, 6, 0], [9, 0, 4, 0, 0, red, 6, 0]]
-    assert labels[3, 0].tolist() == [3, 3, 3, 3, 0, red, 6, 0]
-    assert labels[0, 0].tolist() == [0, 0, 0, 0, 4, red, 1, 1]
+    assert labels[1].tolist() == [
+        nothing,
+        nothing,
+        [3, 3, 3, 3, 0, red, 6, *[0] * 4],
+        [9, 0, 4, 0, 0, red, 6, *[0] * 4],
+    ]
+    assert labels[3, 0].tolist() == [3, 3, 3, 3, 0, red, 6, 0, 0, 0, 0]
+    assert labels[0, 0].tolist() == [0, 0, 0, 0, 4, red, 1, 1, 3, 1, 2]
     assert (labels.reshape(-1, len(LABEL_CLASSES)).max(0) < np.array(LABEL_CLASSES)).all()
 
 
@@ -104,9 +109,11 @@ def test_every_thing_has_one_middle_and_a_place() -> None:
     scene = Scene(300, 200, random.Random(3), TRAIN_WORDS)
     scene.shape("star", "red", 40.0, (0, 2))
     scene.shape("circle", "red", 40.0, (2, 0))
+    scene.finish()
     labels = dense_labels(scene.marks, 8, 11)
     assert (labels[..., 7] == 1).sum() == 2
     assert set(np.unique(labels[..., 6])) == {0, 3, 7}
+    assert labels[..., 8:].reshape(-1, 3).max(0).tolist() == [2, 1, 2]
 
 
 @pytest.mark.parametrize("sort", list(MIX))

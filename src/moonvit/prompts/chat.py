@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from moonvit.errors import ConfigError, PromptError
 from moonvit.prompts.messages import ImagePart, Message, Part
 from moonvit.prompts.parser import OutputParser
 from moonvit.prompts.tokenizer import Tokenizer
+
+TURN: Final = ("<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>")
+"""Special tokens that turns are written with."""
+PICTURE: Final = ("<|media_content|>", "<|media_end|>", "<|media_pad|>")
+"""Special tokens of a picture, behind the one that opens it, which every family calls differently."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +98,21 @@ class Writer:
         self._flush()
         self._ids += [self._tokenizer.special_id(name) for name in names]
 
-    def placeholder(self) -> None:
-        """Add the run of the next picture."""
-        self._flush()
+    def open(self, role: str, name: str) -> None:
+        """Begin a turn of a role: user, assistant or system."""
+        self.special(f"<|im_{role}|>")
+        self.text(name)
+        self.special("<|im_middle|>")
+
+    def picture(self, begin: str) -> None:
+        """Add the next picture, opened by this token."""
+        self.special(begin)
+        self.text("image")
+        self.special("<|media_content|>")
         count = self._counts[len(self._spans)]
         self._spans.append((len(self._ids), count))
         self._ids += [self._placeholder] * count
+        self.special("<|media_end|>")
 
     def prompt(self) -> Prompt:
         """The prompt so far."""

@@ -10,24 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from moonvit.prompts.chat import Prompt, Writer, check, parts_of, require
+from moonvit.prompts.chat import PICTURE, TURN, Prompt, Writer, check, parts_of, require
 from moonvit.prompts.messages import ImagePart, Message
 from moonvit.prompts.parser import Mark, OutputParser
 from moonvit.prompts.tokenizer import Tokenizer
 from moonvit.prompts.tools import declare
 
-STRUCTURE: Final = (
-    "<|im_end|>",
-    "<|im_user|>",
-    "<|im_assistant|>",
-    "<|im_system|>",
-    "<|im_middle|>",
-    "<|media_begin|>",
-    "<|media_content|>",
-    "<|media_end|>",
-    "<|media_pad|>",
-)
-"""Special tokens that turns and pictures are written with."""
+STRUCTURE: Final = (*TURN, "<|media_begin|>", *PICTURE)
 SPECIAL_MARKERS: Final[Mapping[str, Mark]] = {
     "<think>": Mark.THINK,
     "</think>": Mark.END_THINK,
@@ -56,9 +45,6 @@ class KimiK25Format:
         placeholder_id: Id that stands for one row of picture features.
         eos_ids: Ids beside ``<|im_end|>`` that end an answer.
         preserve_thinking: Keep the thinking of every earlier answer, as K2.6 does on request and K2.7-Code always.
-
-    Raises:
-        ConfigError: If the vocabulary lacks a special token of the format.
 
     Raises:
         ConfigError: If the vocabulary lacks a special token of the format.
@@ -104,16 +90,14 @@ class KimiK25Format:
         check(messages, image_tokens)
         writer = Writer(self.tokenizer, self.placeholder_id, image_tokens)
         if tools:
-            writer.special("<|im_system|>")
-            writer.text("tool_declare")
-            writer.special("<|im_middle|>")
+            writer.open("system", "tool_declare")
             writer.text(declare(tools))
             writer.special("<|im_end|>")
         answers = [i for i, message in enumerate(messages) if message.role == "assistant" and not message.tool_calls]
         settled = answers[-1] if answers else -1
         calls = 0
         for index, message in enumerate(messages):
-            self._open(writer, message)
+            writer.open("system" if message.role == "tool" else message.role, message.name or message.role)
             if message.role == "tool":
                 writer.text(f"## Return of {message.tool_call_id or ''}\n")
             if message.role == "assistant":
@@ -122,7 +106,12 @@ class KimiK25Format:
                 if wanted and message.reasoning:
                     writer.text(message.reasoning)
                 writer.special("</think>")
-            self._content(writer, message)
+            for part in parts_of(message):
+                if isinstance(part, ImagePart):
+                    writer.picture("<|media_begin|>")
+                    writer.text("\n")
+                else:
+                    writer.text(part.text)
             if message.tool_calls:
                 writer.special("<|tool_calls_section_begin|>")
                 for call in message.tool_calls:
@@ -134,9 +123,8 @@ class KimiK25Format:
                     calls += 1
                 writer.special("<|tool_calls_section_end|>")
             writer.special("<|im_end|>")
-        writer.special("<|im_assistant|>")
-        writer.text("assistant")
-        writer.special("<|im_middle|>", "<think>")
+        writer.open("assistant", "assistant")
+        writer.special("<think>")
         if thinking is False:
             writer.special("</think>")
         return writer.prompt()
@@ -151,22 +139,3 @@ class KimiK25Format:
             The reader.
         """
         return OutputParser(self.tokenizer, MARKERS, self.stop_ids, reasoning=thinking is not False)
-
-    @staticmethod
-    def _open(writer: Writer, message: Message) -> None:
-        writer.special("<|im_system|>" if message.role == "tool" else f"<|im_{message.role}|>")
-        writer.text(message.name or message.role)
-        writer.special("<|im_middle|>")
-
-    @staticmethod
-    def _content(writer: Writer, message: Message) -> None:
-        for part in parts_of(message):
-            if isinstance(part, ImagePart):
-                writer.special("<|media_begin|>")
-                writer.text("image")
-                writer.special("<|media_content|>")
-                writer.placeholder()
-                writer.special("<|media_end|>")
-                writer.text("\n")
-            else:
-                writer.text(part.text)

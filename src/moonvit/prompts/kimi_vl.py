@@ -11,25 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from moonvit.errors import PromptError
-from moonvit.prompts.chat import Prompt, Writer, check, parts_of, require
+from moonvit.prompts.chat import PICTURE, TURN, Prompt, Writer, check, parts_of, require
 from moonvit.prompts.messages import ImagePart, Message
 from moonvit.prompts.parser import Mark, OutputParser
 from moonvit.prompts.tokenizer import Tokenizer
 
 DEFAULT_SYSTEM: Final = "You are a helpful assistant"
 """System message of a conversation that does not begin with one."""
-STRUCTURE: Final = (
-    "<|im_end|>",
-    "<|im_user|>",
-    "<|im_assistant|>",
-    "<|im_system|>",
-    "<|im_middle|>",
-    "<|media_start|>",
-    "<|media_content|>",
-    "<|media_end|>",
-    "<|media_pad|>",
-)
-"""Special tokens that turns and pictures are written with."""
+STRUCTURE: Final = (*TURN, "<|media_start|>", *PICTURE)
 MARKERS: Final[Mapping[str, Mark]] = {
     "◁think▷": Mark.THINK,
     "◁/think▷": Mark.END_THINK,
@@ -84,7 +73,7 @@ class KimiVLFormat:
         self._check_thinking(thinking)
         writer = Writer(self.tokenizer, self.placeholder_id, image_tokens)
         if messages[0].role != "system":
-            self._open(writer, "system")
+            writer.open("system", "system")
             writer.text(DEFAULT_SYSTEM)
             writer.special("<|im_end|>")
         for index, message in enumerate(messages):
@@ -93,18 +82,14 @@ class KimiVLFormat:
                     f"messages[{index}] ({message.role}) is about a tool call, and Kimi-VL has no tools",
                     param=f"messages[{index}]",
                 )
-            self._open(writer, message.role)
+            writer.open(message.role, message.role)
             for part in parts_of(message):
                 if isinstance(part, ImagePart):
-                    writer.special("<|media_start|>")
-                    writer.text("image")
-                    writer.special("<|media_content|>")
-                    writer.placeholder()
-                    writer.special("<|media_end|>")
+                    writer.picture("<|media_start|>")
                 else:
                     writer.text(part.text)
             writer.special("<|im_end|>")
-        self._open(writer, "assistant")
+        writer.open("assistant", "assistant")
         return writer.prompt()
 
     def parser(self, thinking: bool | None = None) -> OutputParser:
@@ -121,12 +106,6 @@ class KimiVLFormat:
         """
         self._check_thinking(thinking)
         return OutputParser(self.tokenizer, MARKERS, self.stop_ids, reasoning=False)
-
-    @staticmethod
-    def _open(writer: Writer, role: str) -> None:
-        writer.special(f"<|im_{role}|>")
-        writer.text(role)
-        writer.special("<|im_middle|>")
 
     @staticmethod
     def _check_thinking(thinking: bool | None) -> None:
