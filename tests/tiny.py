@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from safetensors.torch import save_file
 
+from train.export import preprocessor_config
 from train.vocabulary import SPECIALS
 
 WORDS = ["user", "assistant", "system", "image", " the", " picture", " red", " what", " is", "hello", " world", " Kimi"]
@@ -172,23 +173,7 @@ def vl_config(**text: Any) -> dict[str, Any]:
     }
 
 
-K25_PREPROCESSOR = {
-    "media_proc_cfg": {
-        "in_patch_limit": 16384,
-        "patch_size": 14,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "merge_kernel_size": 2,
-        "fixed_output_tokens": None,
-        "patch_limit_on_one_side": 512,
-        "in_patch_limit_each_frame": 4096,
-        "in_patch_limit_video": None,
-        "sample_fps": 2.0,
-        "max_num_frames_each_video": None,
-        "temporal_merge_kernel_size": 4,
-        "timestamp_mode": "hh:mm:ss.fff",
-    }
-}
+K25_PREPROCESSOR = preprocessor_config()
 VL_PREPROCESSOR = {
     "patch_size": 14,
     "merge_kernel_size": [2, 2],

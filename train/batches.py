@@ -154,9 +154,7 @@ def dense_labels(marks: list[Mark], rows: int, columns: int) -> np.ndarray[Any, 
             if mark.shape is not None:
                 covered[..., 4] = SHAPE_OF[mark.shape]
                 covered[..., 8:] = [min(6, count) for count in mark.counts]
-    labels[..., :4] = (
-        glyphs.reshape(2 * rows, 2 * columns, 2, 2).transpose(0, 1, 3, 2).reshape(2 * rows, 2 * columns, 4)
-    )
+    labels[..., 0:2], labels[..., 2:4] = (glyphs[..., what].reshape(2 * rows, -1, 2) for what in (0, 1))
     return labels.reshape(rows, 2, columns, 2, -1).transpose(0, 2, 1, 3, 4).reshape(rows * columns, 4, -1)
 
 
