@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from moonvit.prompts.tokenizer import PATTERN
 from train.draw import CELL, COLOURS, DIGITS, KINDS, LETTERS, MIX, SHAPES, Mark, Sample, make_page, make_sample
 from train.vocabulary import IM_END, MEDIA_PAD, PAD, ranks, special
 
@@ -30,18 +31,6 @@ LABEL_CLASSES = (37, 37, 9, 9, 7, 11, 10, 4, 7, 7, 7)
 Glyph of the left and of the right half, index in the string of each, shape, colour, place of the thing in the picture,
 what has its middle here, and how many shapes there are: of any kind, of this name, of this colour (6 is 6 or more).
 """
-PATTERN = "|".join(
-    [
-        r"""[\p{Han}]+""",
-        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
-        r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?""",
-        r"""\p{N}{1,3}""",
-        r""" ?[^\s\p{L}\p{N}]+[\r\n]*""",
-        r"""\s*[\r\n]+""",
-        r"""\s+(?!\S)""",
-        r"""\s+""",
-    ]
-)
 
 
 def encoding() -> tiktoken.Encoding:

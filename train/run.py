@@ -294,10 +294,10 @@ def main() -> None:
             stage = current
             _, cells, easy = STAGES[stage]
             seed = f"{trainer.steps}.{options.rank}"
-            asking = trainer.pictures >= PAGES
-            source = Stream(seed, cells, options.patches, easy) if asking else Pages(seed, cells, 2000, easy)
+            asking, page = trainer.pictures >= PAGES, options.patches * 3 // 4
+            source = Stream(seed, cells, options.patches, easy) if asking else Pages(seed, cells, page, easy)
             loader = iter(DataLoader(source, batch_size=None, num_workers=1, prefetch_factor=6))
-            pages = iter(DataLoader(Pages(f"{seed}.again", cells, 2000, easy), batch_size=None, num_workers=1))
+            pages = iter(DataLoader(Pages(f"{seed}.again", cells, page, easy), batch_size=None, num_workers=1))
         left = (options.pictures - trainer.pictures) / max(1, options.decay)
         rate = options.rate * min(1.0, (trainer.steps - begun + 1) / 150, left)
         # Every third step goes on reading pages: a letter costs least there.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -204,19 +204,35 @@ def check(config: VisionConfig, headers: Iterable[Header], source: str) -> None:
             missing.append(name)
         elif None not in parts:
             missing += [f"{name} ({'qkv'[part]} third)" for part in range(3) if part not in parts]
-    problems = [
-        f"{len(listed)} {kind}: {', '.join(listed[:_LISTED])}{' ...' if len(listed) > _LISTED else ''}"
-        for kind, listed in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("of a wrong shape", misshapen),
-            ("given twice", doubled),
-            ("quantised, which is not supported for vision tensors", packed),
-        )
-        if listed
+    refuse(
+        f"{source} does not fit {config.family}",
+        {
+            "missing": missing,
+            "unexpected": unexpected,
+            "of a wrong shape": misshapen,
+            "given twice": doubled,
+            "quantised, which is not supported for vision tensors": packed,
+        },
+    )
+
+
+def refuse(what: str, problems: Mapping[str, Sequence[str]]) -> None:
+    """Report every tensor at fault at once.
+
+    Args:
+        what: Begins the message.
+        problems: Fault -> tensors that have it.
+
+    Raises:
+        CheckpointError: There is at least one.
+    """
+    faults = [
+        f"{len(names)} {fault}: {', '.join(names[:_LISTED])}{' ...' if len(names) > _LISTED else ''}"
+        for fault, names in problems.items()
+        if names
     ]
-    if problems:
-        raise CheckpointError(f"{source} does not fit {config.family}; tensors {'; '.join(problems)}")
+    if faults:
+        raise CheckpointError(f"{what}; tensors {'; '.join(faults)}")
 
 
 @torch.no_grad()

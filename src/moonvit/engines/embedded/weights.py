@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moonvit.checkpoint import Header, is_vision, open_shard, read_headers, shards_with
+from moonvit.checkpoint import Header, is_vision, open_shard, read_headers, refuse, shards_with
 from moonvit.errors import CheckpointError
 
 Places = dict[str, torch.Tensor]
@@ -30,9 +30,8 @@ Places = dict[str, torch.Tensor]
 
 PACKED, SCALE, SHAPE = "_packed", "_scale", "_shape"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-_NIBBLES = 8
-_LISTED = 20
 _LAYER = re.compile(r"language_model\.model\.layers\.(\d+)\.")
+_NIBBLES = 8
 
 
 def official_name(name: str) -> str:
@@ -185,19 +184,16 @@ def _match(targets: Places, headers: Mapping[str, Header], optional: set[str], p
             missing += [f"{official}{suffix}" for suffix in (PACKED, SCALE, SHAPE) if suffix not in parts]
         elif official not in optional:
             missing.append(official)
-    problems = [
-        f"{len(listed)} {kind}: {', '.join(listed[:_LISTED])}{' ...' if len(listed) > _LISTED else ''}"
-        for kind, listed in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("of a wrong shape", misshapen),
-            ("given twice", doubled),
-            ("quantised otherwise than in packed INT4", quantised),
-        )
-        if listed
-    ]
-    if problems:
-        raise CheckpointError(f"{path} does not fit its text_config; tensors {'; '.join(problems)}")
+    refuse(
+        f"{path} does not fit its text_config",
+        {
+            "missing": missing,
+            "unexpected": unexpected,
+            "of a wrong shape": misshapen,
+            "given twice": doubled,
+            "quantised otherwise than in packed INT4": quantised,
+        },
+    )
     return sources
 
 
