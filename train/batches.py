@@ -31,6 +31,8 @@ LABEL_CLASSES = (37, 37, 9, 9, 7, 11, 10, 4, 7, 7, 7)
 Glyph of the left and of the right half, index in the string of each, shape, colour, place of the thing in the picture,
 what has its middle here, and how many shapes there are: of any kind, of this name, of this colour (6 is 6 or more).
 """
+MIDDLE = 7
+"""Number of the label that says what has its middle in a patch."""
 
 
 def encoding() -> tiktoken.Encoding:
@@ -134,7 +136,7 @@ def dense_labels(marks: list[Mark], rows: int, columns: int) -> np.ndarray[Any, 
     for mark in marks:
         if mark.centre is not None:
             x, y = (mark.box[0] + mark.box[2]) / 28, (mark.box[1] + mark.box[3]) / 28
-            labels[int(y), int(x), 7] = CENTRE_OF[mark.centre]
+            labels[int(y), int(x), MIDDLE] = CENTRE_OF[mark.centre]
         if mark.glyph is not None:
             _covered(glyphs, mark, 7)[:] = GLYPH_OF[mark.glyph], mark.index + 1
         if mark.colour is not None:
@@ -235,7 +237,7 @@ class Stream(IterableDataset[Batch]):
         """
         cells = [self._cells(rng), self._cells(rng)]
         # Large pictures cost far more than words, so more is asked about them.
-        turns = 3 if max(r * c for r, c in cells) < 64 else 6
+        turns = 4 if max(r * c for r, c in cells) < 64 else 6
         several = rng.random() < 0.2
         sorts = [sort for sort in MIX if (sort == "multi") == several]
         most = min(self.most, 50) if several else self.most

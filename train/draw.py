@@ -421,12 +421,13 @@ def _shape_scene(scene: Scene, most: int = 6) -> list[Turn]:
     names = [thing.name for thing in shapes]
     hues = [thing.colour for thing in shapes]
     counts = [Turn("How many shapes are there?", str(len(shapes)), "count")]
-    name = rng.choice(names)
-    counts.append(Turn(f"How many {PLURALS[name]} are there?", str(names.count(name)), "count"))
+    counts += [
+        Turn(f"How many {PLURALS[name]} are there?", str(names.count(name)), "count") for name in sorted({*names})
+    ]
     if len(shapes) > 1:
-        colour = rng.choice(hues)
-        counts.append(Turn(f"How many {colour} shapes are there?", str(hues.count(colour)), "count"))
-    turns += rng.sample(counts, 1 if rng.random() < 0.5 else 2)
+        for colour in sorted({*hues}):
+            counts.append(Turn(f"How many {colour} shapes are there?", str(hues.count(colour)), "count"))
+    turns += rng.sample(counts, min(len(counts), rng.randint(1, 4)))
     if len(shapes) == 1:
         turns.append(Turn("What shape is it?", names[0], "shape"))
         turns.append(Turn(rng.choice(("What colour is it?", "What colour is the shape?")), hues[0], "colour"))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from train.batches import LABEL_CLASSES, Batch, Page, Pages, Stream
+from train.batches import LABEL_CLASSES, MIDDLE, Batch, Page, Pages, Stream
 from train.config import demo_config
 from train.draw import KINDS
 from train.model import DemoModel
@@ -229,7 +229,9 @@ def normalised(patches: Tensor) -> Tensor:
 
 
 def dense_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of the labels of each patch; filled patches weigh as much as empty ones.
+    """Cross-entropy of the labels of each patch; filled patches weigh as much as empty ones, but not for the middles.
+
+    A middle too many is a shape too many, so there every patch weighs the same.
 
     Args:
         logits: (B, M, 4 * sum of classes).
@@ -242,6 +244,9 @@ def dense_loss(logits: Tensor, labels: Tensor) -> Tensor:
     for number, part in enumerate(logits.unflatten(-1, (4, -1)).flatten(0, 2).split(list(LABEL_CLASSES), dim=-1)):
         target = labels[..., number].flatten()
         each = F.cross_entropy(part, target, reduction="none")
+        if number == MIDDLE:
+            total = total + 3.0 * each.mean()
+            continue
         filled = target > 0
         total = total + each[~filled].sum() / (~filled).sum().clamp(min=1) * 0.5
         total = total + each[filled].sum() / filled.sum().clamp(min=1)
