@@ -35,6 +35,9 @@ STAGES = (
 )
 """From so many pictures on: the largest side in merged tokens, and how much larger the smallest letters are."""
 
+LABEL_WEIGHTS = (1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 3.0, 3.0, 0.3, 0.3, 0.3)
+"""How much each dense label counts: places come slowly, and a tower without a sink to attend to counts badly."""
+
 
 class Trainer:
     """bfloat16 weights for the arithmetic, float32 masters for the optimiser.
@@ -245,12 +248,12 @@ def dense_loss(logits: Tensor, labels: Tensor) -> Tensor:
         target = labels[..., number].flatten()
         each = F.cross_entropy(part, target, reduction="none")
         if number == MIDDLE:
-            total = total + 3.0 * each.mean()
+            total = total + LABEL_WEIGHTS[number] * each.mean()
             continue
         filled = target > 0
-        total = total + each[~filled].sum() / (~filled).sum().clamp(min=1) * 0.5
-        total = total + each[filled].sum() / filled.sum().clamp(min=1)
-    return total / len(LABEL_CLASSES)
+        empty = each[~filled].sum() / (~filled).sum().clamp(min=1) * 0.5
+        total = total + LABEL_WEIGHTS[number] * (empty + each[filled].sum() / filled.sum().clamp(min=1))
+    return total / sum(LABEL_WEIGHTS)
 
 
 def main() -> None:
@@ -304,7 +307,7 @@ def main() -> None:
             loader = iter(DataLoader(source, batch_size=None, num_workers=1, prefetch_factor=6))
             pages = iter(DataLoader(Pages(f"{seed}.again", cells, page, easy), batch_size=None, num_workers=1))
         left = (options.pictures - trainer.pictures) / max(1, options.decay)
-        rate = options.rate * min(1.0, (trainer.steps - begun + 1) / 150, left)
+        rate = options.rate * min(1.0, (trainer.steps - begun + 1) / 100, left)
         # Every third step goes on reading pages: a letter costs least there.
         batch = next(pages if trainer.steps % 3 == 2 else loader)
         if isinstance(batch, Batch):
