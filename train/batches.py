@@ -22,6 +22,8 @@ from train.vocabulary import IM_END, MEDIA_PAD, PAD, ranks, special
 GLYPH_OF = {glyph: number for number, glyph in enumerate(LETTERS + DIGITS, 1)}
 SHAPE_OF = {name: number for number, name in enumerate(SHAPES, 1)}
 COLOUR_OF = {name: number for number, name in enumerate(COLOURS, 1)}
+LARGE = 0.35
+"""Share of grids that may be as large as the stage allows; the others have at most 8 merged tokens a side."""
 INVENTED = 0.35
 """Share of the strings of training that are no words."""
 CENTRE_OF = {"shape": 1, "bar": 2, "text": 3}
@@ -221,7 +223,7 @@ class Stream(IterableDataset[Batch]):
             yield self.batch(rng, renderer)
 
     def _cells(self, rng: random.Random) -> tuple[int, int]:
-        top = self.cells if rng.random() < 0.5 else min(self.cells, 8)
+        top = self.cells if rng.random() < LARGE else min(self.cells, 8)
         sides = [int(math.exp(rng.uniform(math.log(2), math.log(top + 1)))) for _ in range(2)]
         return max(2, min(top, sides[0])), max(2, min(top, sides[1]))
 

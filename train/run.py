@@ -35,6 +35,10 @@ STAGES = (
 )
 """From so many pictures on: the largest side in merged tokens, and how much larger the smallest letters are."""
 
+KIND_WEIGHTS = torch.tensor(
+    [{"colour": 0.5, "shape": 0.5, "count": 2.0, "place": 3.0}.get(kind, 1.2) for kind in KINDS]
+)
+"""How much an answer of each kind counts."""
 LABEL_WEIGHTS = (1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 3.0, 3.0, 0.3, 0.3, 0.3)
 """How much each dense label counts: places come slowly, and a tower without a sink to attend to counts badly."""
 
@@ -171,7 +175,8 @@ class Trainer:
         answers = flags[learned] - 1
         count = len(batch.kinds)
         length = torch.zeros(count).index_add(0, answers, torch.ones(len(answers)))
-        loss = (each / length[answers].sqrt()).sum() / length.sqrt().sum()
+        weights = KIND_WEIGHTS[batch.kinds] / length.sqrt()
+        loss = (each * weights[answers]).sum() / (length * weights).sum()
         wrong = torch.zeros(count).index_add(0, answers, (logits.argmax(-1) != target).float())
         return loss, dense, wrong == 0
 
