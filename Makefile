@@ -8,7 +8,6 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 THREADS ?= 2
 
-# mlx-vlm, kornia: independent implementations that the tests compare with; their own dependencies are not needed.
 .PHONY: help venv serve test browser check format demo-model clean
 
 help:
@@ -21,6 +20,7 @@ help:
 
 venv: $(STAMP)
 
+# mlx-vlm, kornia: independent implementations that the tests compare with; their own dependencies are not needed.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt torch

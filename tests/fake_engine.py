@@ -69,7 +69,7 @@ class FakeEngine:
         finished = False
         try:
             pieces = self.script
-            cost = await self.cost(request)
+            cost = await self.count_tokens(request)
             if pieces is None:
                 words = await asyncio.to_thread(self._describe, request)
                 limit = request.sampling.max_tokens or len(words)
@@ -92,7 +92,7 @@ class FakeEngine:
             if not finished:
                 self.cancelled += 1
 
-    async def cost(self, request: GenerateRequest) -> RequestCost:
+    async def count_tokens(self, request: GenerateRequest) -> RequestCost:
         words = image_tokens = 0
         grids = []
         for message in request.messages:

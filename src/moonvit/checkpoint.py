@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from moonvit.errors import CheckpointError, MissingDependencyError
+from moonvit.errors import CheckpointError, InvalidInputError, MissingDependencyError
 from moonvit.families import PREFIXES, VisionConfig, config_dicts, config_from_dict
 from moonvit.model import VisionModel
 
@@ -549,8 +549,14 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata
         tensors: On any device.
         path: The safetensors file.
         metadata: Text that goes into its header.
+
+    Raises:
+        InvalidInputError: The file cannot be written.
     """
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
+    try:
+        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
+    except (OSError, SafetensorError) as error:
+        raise InvalidInputError(f"{path} cannot be written: {str(error)[:200]}", param="out") from None
 
 
 def check_vision(path: str | Path) -> dict[str, Any]:

@@ -32,14 +32,15 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Model = Annotated[
-    str | None,
-    typer.Option("--model", "-m", help="Checkpoint directory or hub id; the demo model in the package by default."),
-]
+_MODEL_HELP = "Checkpoint directory or hub id; the demo model in the package by default."
+_DEVICE_HELP = "Where the model works: cpu, cuda, cuda:1."
+_DTYPE_HELP = "bfloat16, float16 or float32."
+_BUDGET_HELP = "Workspace bound: bytes, '256MiB', or 'auto'."
+Model = Annotated[str | None, typer.Option("--model", "-m", help=_MODEL_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-Device = Annotated[str, typer.Option(help="Where the model works: cpu, cuda, cuda:1.")]
-Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
-BudgetText = Annotated[str, typer.Option("--budget", help="Workspace bound: bytes, '256MiB', or 'auto'.")]
+Device = Annotated[str, typer.Option(help=_DEVICE_HELP)]
+Dtype = Annotated[str, typer.Option(help=_DTYPE_HELP)]
+BudgetText = Annotated[str, typer.Option("--budget", help=_BUDGET_HELP)]
 
 
 def _console() -> Console:
@@ -76,14 +77,14 @@ def _bytes(count: int) -> str:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Any]:
-    """A bar on stderr; yields a function that moves it by one. Silent where stderr is no terminal."""
+    """A bar on stderr; yields a function that moves it by so many. Silent where stderr is no terminal."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = _console()
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
+        yield lambda count: bar.advance(task, count)
 
 
 def _model_path(model: str | None) -> str:
@@ -116,13 +117,15 @@ def encode(
     The file given with -o holds one tensor for each picture, features.0, features.1 and so on, of shape (tokens,
     language width), and the pictures' names and sizes in its metadata.
     """
+    if out is not None and not out.parent.is_dir():
+        raise InvalidInputError(f"{out} cannot be written: there is no directory {out.parent}", param="out")
     encoder = _encoder(model, device, dtype, budget)
-    plan = encoder.plan(list(images))
+    plan = encoder.plan(images)
     results = []
     with _progress("encoding", len(images)) as advance:
-        for image in images:
-            results += encoder.encode([image])
-            advance()
+        for batch in plan.batches:
+            results += encoder.encode_batch(images, plan, batch)
+            advance(len(batch.indices))
     rows: list[dict[str, Any]] = [
         {
             "image": _shown(image),
@@ -240,7 +243,7 @@ def plan(
 
     config = _config(model)
     grids = [resize_plan(config.rule, *_size(item)).grid for item in items]
-    made = make_plan(config, grids, dtype=dtype, budget=Budget(int(budget) if budget.isdecimal() else budget))
+    made = make_plan(config, grids, dtype=dtype, budget=Budget(budget))
     if as_json:
         _print_json({"family": config.family, "items": items, **made.to_dict()})
     else:
@@ -356,11 +359,11 @@ def models(as_json: Json = False) -> None:
 
 @app.command()
 def serve(
-    model: Model = None,
-    engine: Annotated[str, typer.Option(help="What runs the model: embedded.")] = "embedded",
-    device: Device = "cpu",
-    dtype: Dtype = "bfloat16",
-    budget: BudgetText = "auto",
+    model: Annotated[str | None, typer.Option("--model", "-m", help=_MODEL_HELP, envvar="MOONVIT_MODEL")] = None,
+    engine: Annotated[str, typer.Option(help="What runs the model: embedded.", envvar="MOONVIT_ENGINE")] = "embedded",
+    device: Annotated[str, typer.Option(help=_DEVICE_HELP, envvar="MOONVIT_DEVICE")] = "cpu",
+    dtype: Annotated[str, typer.Option(help=_DTYPE_HELP, envvar="MOONVIT_DTYPE")] = "bfloat16",
+    budget: Annotated[str, typer.Option(help=_BUDGET_HELP, envvar="MOONVIT_BUDGET")] = "auto",
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one [8000].")] = None,
     api_key: Annotated[str | None, typer.Option(help="Key that requests must carry as a bearer token.")] = None,
@@ -387,13 +390,19 @@ def serve(
     flags = dict(locals())
     from moonvit.engines import open_engine
     from moonvit.server import run
-    from moonvit.server.settings import load_settings
+    from moonvit.server.settings import LOADING, load_settings
 
-    for name in ("model", "engine", "device", "dtype", "budget"):
-        del flags[name]
-    settings = load_settings(**flags)
+    settings = load_settings(**{name: value for name, value in flags.items() if name not in LOADING})
     with _console().status("loading the model"):
-        opened = open_engine(engine, _model_path(model), device=device, dtype=dtype, budget=budget)
+        opened = open_engine(
+            engine,
+            _model_path(model),
+            device=device,
+            dtype=dtype,
+            budget=budget,
+            max_active=settings.max_running,
+            max_waiting=max(1, settings.max_waiting),
+        )
     run(opened, settings)
 
 

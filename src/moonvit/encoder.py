@@ -20,12 +20,12 @@ import torch
 
 from moonvit.checkpoint import load_vision, read_config, resolve
 from moonvit.errors import ConfigError, EmptyInputError, GridError, ImageError, InvalidInputError, NonFiniteError
-from moonvit.families import VisionConfig, family_config
+from moonvit.families import PATCH_VALUES, VisionConfig, family_config
 from moonvit.grids import Grid, as_grid, as_grids
 from moonvit.images import DEFAULT_LIMITS, FetchPolicy, Limits, Picture, fetch_bytes, open_picture, picture_size
 from moonvit.model import FLOAT_DTYPES, VisionModel, as_patches, check_frames
-from moonvit.plan import Budget, Plan, make_plan
-from moonvit.preprocess import Patches, patches_from, resize_plan
+from moonvit.plan import Batch, Budget, Plan, make_plan
+from moonvit.preprocess import patches_from, resize_plan
 from moonvit.sources import is_address
 
 _ARRAYS = ("uint8", "float16", "float32", "float64")
@@ -101,10 +101,10 @@ class VisionEncoder:
 
         Raises:
             CheckpointError: Files are missing or broken, or the tensors are not exactly those of the model.
-            ConfigError: ``config.json`` is not of a known model, or the dtype is another.
+            ConfigError: ``config.json`` is not of a known model, the dtype is another, or the device is not there.
             MissingDependencyError: A hub id without ``huggingface_hub`` installed.
         """
-        wanted = _dtype(dtype)
+        wanted, device = _dtype(dtype), _device(device)
         local = resolve(path_or_id)
         config, _ = read_config(local)
         return cls(load_vision(config, local, wanted, device), budget=budget, limits=limits, fetch=fetch)
@@ -138,9 +138,10 @@ class VisionEncoder:
             The encoder.
 
         Raises:
-            ConfigError: The family, a field or the dtype is unknown.
+            ConfigError: The family, a field or the dtype is unknown, or the device is not there.
         """
-        model = VisionModel.empty(family_config(name, **overrides), _dtype(dtype), device).init_weights_(seed)
+        config = family_config(name, **overrides)
+        model = VisionModel.empty(config, _dtype(dtype), _device(device)).init_weights_(seed)
         return cls(model, budget=budget, limits=limits, fetch=fetch)
 
     @property
@@ -196,18 +197,40 @@ class VisionEncoder:
         listed = list(items) if isinstance(items, (list, tuple)) else [items]
         listed = [self._fetched(item, index) for index, item in enumerate(listed)]
         plan = self._plan([self._picture_grid(item, index) for index, item in enumerate(listed)])
-        results: list[torch.Tensor] = []
-        sizes: list[tuple[int, int]] = []
-        for batch in plan.batches:
-            pixels = []
-            for index in batch.indices:
-                patches = self._patches(listed[index], index, plan.grids[index])
-                pixels.append(patches.patches_LC)
-                sizes.append(patches.source_size)
-            pack_LC = torch.from_numpy(pixels[0] if len(pixels) == 1 else np.concatenate(pixels))
-            results += self._run(pack_LC, plan, batch.indices)
-        self._refuse_non_finite(results)
-        return [Features(*one) for one in zip(results, plan.grids, sizes, strict=True)]
+        results = [features for batch in plan.batches for features in self._encode_pass(listed, plan, batch)]
+        self._refuse_non_finite([features.tensor for features in results])
+        return results
+
+    def encode_batch(self, items: Sequence[Any], plan: Plan, batch: Batch) -> list[Features]:
+        """Encode the pictures of one pass of a request, for callers that do something between passes.
+
+        Args:
+            items: All pictures of the request, as ``plan`` was given them, addresses apart.
+            plan: What ``plan`` made of them.
+            batch: One of ``plan.batches``.
+
+        Returns:
+            Features of the pictures ``batch.indices``.
+
+        Raises:
+            ImageError: A picture cannot be read, or its header promised another size.
+            NonFiniteError: The model gave NaN or infinity.
+        """
+        results = self._encode_pass(items, plan, batch)
+        self._refuse_non_finite([features.tensor for features in results], batch.indices[0])
+        return results
+
+    def _encode_pass(self, items: Sequence[Any], plan: Plan, batch: Batch) -> list[Features]:
+        # Pictures are decoded one at a time, each into its rows of the pack, and dropped.
+        pack_LC = np.empty((batch.patches, PATCH_VALUES), dtype=np.uint8)
+        sizes, row = [], 0
+        for index in batch.indices:
+            grid = plan.grids[index]
+            sizes.append(self._cut(items[index], index, grid, pack_LC[row : row + grid.patches]))
+            row += grid.patches
+        tensors = self._run(torch.from_numpy(pack_LC), plan, batch.indices)
+        grids = [plan.grids[index] for index in batch.indices]
+        return [Features(*one) for one in zip(tensors, grids, sizes, strict=True)]
 
     def encode_patches(self, patches: torch.Tensor | np.ndarray, grids: Iterable[Any]) -> list[torch.Tensor]:
         """Encode patches that were made elsewhere.
@@ -215,7 +238,7 @@ class VisionEncoder:
         Args:
             patches: (L, 588) or (L, 3, 14, 14), images one behind the other; uint8 pixels, or floats normalised to
                 -1 .. 1. On any device.
-            grids: A ``Grid``, (t, h, w) or (h, w) for each image, or an integer tensor (N, 2) or (N, 3).
+            grids: A ``Grid``, (t, h, w) or (h, w), alone or for each image, or an integer tensor (N, 2) or (N, 3).
 
         Returns:
             features (M, E) of each image, in order, each with storage of its own.
@@ -226,7 +249,7 @@ class VisionEncoder:
             BudgetError: An image needs more than the budget.
             NonFiniteError: The model gave NaN or infinity.
         """
-        checked = as_grids([grids] if isinstance(grids, Grid) else grids)
+        checked = as_grids([grids] if isinstance(grids, Grid) or _is_sides(grids) else grids)
         pack = _as_tensor(patches)
         _match_rows(pack, checked)
         pack_LC = as_patches(pack, sum(grid.patches for grid in checked))
@@ -257,7 +280,7 @@ class VisionEncoder:
         return self._sized_grid(picture_size(item, self.limits, index, fetch=self.fetch), index)
 
     def _sized_grid(self, size: tuple[int, int], index: int) -> Grid:
-        if not all(isinstance(side, int) for side in size):
+        if not _is_sides(size):
             raise ImageError(f"image {index}: {size} is not a width and a height in whole pixels", param=_param(index))
         try:
             return resize_plan(self.config.rule, *size).grid
@@ -270,28 +293,28 @@ class VisionEncoder:
             return fetch_bytes(item, self.fetch, self.limits, index)
         return item
 
-    def _patches(self, item: Any, index: int, planned: Grid) -> Patches:
+    def _cut(self, item: Any, index: int, planned: Grid, out_LC: np.ndarray) -> tuple[int, int]:
         picture = item if isinstance(item, Picture) else open_picture(item, self.limits, self.fetch, index)
-        patches = patches_from(picture, self.config.rule)
-        if patches.grid != planned:
+        found = self._sized_grid(picture.size, index)
+        if found != planned:
             raise ImageError(
-                f"image {index}: its header promises {tuple(planned)} patches, it decodes to {tuple(patches.grid)}",
+                f"image {index}: its header promises {tuple(planned)} patches, it decodes to {tuple(found)}",
                 param=_param(index),
             )
-        return patches
+        return patches_from(picture, self.config.rule, out_LC).source_size
 
     def _run(self, pack_LC: torch.Tensor, plan: Plan, indices: Sequence[int]) -> list[torch.Tensor]:
         meta = self.model.prepare([plan.grids[index] for index in indices], plan.rows)
         results: list[torch.Tensor] = self.model(pack_LC.to(self.device), meta, self.dtype)
         return results
 
-    def _refuse_non_finite(self, results: Sequence[torch.Tensor]) -> None:
+    def _refuse_non_finite(self, results: Sequence[torch.Tensor], first: int = 0) -> None:
         # The extremes of a tensor are NaN or infinite where any value is; unlike isfinite they need no memory. All
         # images are asked in one read, so a GPU is waited for once.
         extremes = torch.stack([torch.stack(torch.aminmax(features)).float() for features in results])
         finite = extremes.isfinite().all(dim=1).tolist()
         if not all(finite):
-            index = finite.index(False)
+            index = first + finite.index(False)
             raise NonFiniteError(
                 f"image {index}: the encoder gave NaN or infinity in {self.dtype}; "
                 "check the weights, or use a dtype with more range",
@@ -306,9 +329,24 @@ def _dtype(value: torch.dtype | str) -> torch.dtype:
     return dtype
 
 
+def _device(value: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(value)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch says "not compiled with" by an assertion
+        why = str(error).splitlines()[0][:100]
+        raise ConfigError(f"device = {str(value)[:40]!r} cannot be used: {why}", param="device") from None
+    return device
+
+
 def _is_one(items: Any) -> bool:
     """Whether ``plan`` was given one item; a pair or triple of numbers is a size or a grid."""
-    return not isinstance(items, (list, tuple)) or (bool(items) and all(isinstance(item, int) for item in items))
+    return not isinstance(items, (list, tuple)) or _is_sides(items)
+
+
+def _is_sides(item: Any) -> bool:
+    """Whether this is a size or a grid: whole numbers, those of numpy included."""
+    return isinstance(item, (list, tuple)) and bool(item) and all(hasattr(side, "__index__") for side in item)
 
 
 def _param(index: int) -> str:

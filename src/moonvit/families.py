@@ -7,6 +7,7 @@ and Kimi-K3; what those files leave to the modelling code (norm epsilon, RoPE ba
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -59,6 +60,10 @@ class ImageRule:
             if isinstance(value, bool) or not isinstance(value, int) or value < least or (most and value > most):
                 allowed = f"at least {least}" if most is None else f"{least} to {most}"
                 raise ConfigError(f"{name} = {value!r}, allowed are whole numbers of {allowed}", param=name)
+        if not isinstance(self.pad, bool):
+            raise ConfigError(f"pad = {self.pad!r}, must be true or false", param="pad")
+        if not self.pad and self.kind != "kimi-vl":
+            raise ConfigError("pad is false, but only Kimi-VL has a rule that crops", param="pad")
         if self.token_limit is not None and not self.pad:
             raise ConfigError(
                 f"token_limit = {self.token_limit} needs a rule that pads: others crop", param="token_limit"
@@ -114,11 +119,16 @@ class VisionConfig:
     rule: ImageRule = ImageRule()
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_heads", "qkv_size", "text_hidden_size", "pos_emb_time"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)}, must be at least 1", param=name)
-        if self.num_layers < 0:
-            raise ConfigError(f"num_layers = {self.num_layers}, must not be negative", param="num_layers")
+        for field in fields(self):  # their types are text here, from __future__
+            name, value = field.name, getattr(self, field.name)
+            if field.type == "int":
+                least = 0 if name == "num_layers" else 1
+                if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                    raise ConfigError(f"{name} = {value!r}, must be a whole number of at least {least}", param=name)
+            elif field.type == "float" and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+                raise ConfigError(f"{name} = {value!r}, must be a number above 0", param=name)
+            elif field.type == "bool" and not isinstance(value, bool):
+                raise ConfigError(f"{name} = {value!r}, must be true or false", param=name)
         if self.qkv_size % self.num_heads or self.head_dim % 4:
             raise ConfigError(
                 f"qkv_size = {self.qkv_size} over {self.num_heads} heads: the head dimension must be a multiple of 4",
@@ -331,7 +341,7 @@ def config_from_dict(config: Any, preprocessor: Mapping[str, Any] | None = None)
         found["rope_theta"] = rope_theta
     for name, allowed in _FIXED.items():
         value = _agreed({f"vision_config.{name}": _get(vision, name), name: _top(config, name)})
-        if value is not None and value not in allowed and not (name == "merge_kernel_size" and list(value) == [2, 2]):
+        if value is not None and value not in allowed:
             raise ConfigError(
                 f"vision_config.{name} = {value!r} is not supported; supported: {allowed[0]!r}", param=name
             )
@@ -375,6 +385,8 @@ def rule_from_dict(config: VisionConfig, preprocessor: Mapping[str, Any]) -> Ima
         ConfigError: A setting has a value that would change the picture in a way no release does.
     """
     settings = preprocessor.get("media_proc_cfg", preprocessor)
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"media_proc_cfg = {settings!r} is not an object", param="media_proc_cfg")
     allowed: dict[str, tuple[Any, ...]] = {
         "patch_size": (PATCH,),
         "merge_kernel_size": (2, [2, 2]),

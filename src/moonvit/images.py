@@ -38,6 +38,7 @@ from moonvit.sources import (
     FetchPolicy,
     Limits,
     data_url_bytes,
+    failure,
     fetch_bytes,
     is_address,
     is_data_url,
@@ -183,10 +184,6 @@ def picture_size(
     return _header(io.BytesIO(content), limits, index).upright
 
 
-def _fail(index: int, reason: str, kind: type[ImageError] = ImageError) -> ImageError:
-    return kind(f"image {index}: {reason}", param=f"images[{index}]")
-
-
 # ---- encoded pictures -----------------------------------------------------------------------------------------------
 
 
@@ -208,39 +205,40 @@ def _content(source: Any, limits: Limits, fetch: FetchPolicy | None, index: int,
     elif isinstance(source, (bytes, bytearray, memoryview)):
         size = memoryview(source).nbytes
         if size > limits.max_bytes:
-            raise _fail(index, f"{size} bytes, at most {limits.max_bytes} are read")
+            raise failure(ImageError, index, f"{size} bytes, at most {limits.max_bytes} are read")
         content = bytes(source)
     else:
-        raise _fail(
+        raise failure(
+            ImageError,
             index,
             f"a picture cannot be read from {type(source).__name__}; give bytes, a path, a URL, a PIL image or a uint8 "
             "array",
         )
     if len(content) > limits.max_bytes:
-        raise _fail(index, f"more than {limits.max_bytes} bytes")
+        raise failure(ImageError, index, f"more than {limits.max_bytes} bytes")
     if not content:
-        raise _fail(index, "there are no bytes in it")
+        raise failure(ImageError, index, "there are no bytes in it")
     return content
 
 
 def _open_file(source: Any, limits: Limits, index: int, allow_paths: bool) -> BinaryIO:
     if not allow_paths:
-        raise _fail(index, "local files are not read here; send a data: URL or an address", MediaFetchError)
+        raise failure(MediaFetchError, index, "local files are not read here; send a data: URL or an address")
     name = os.fsdecode(source)[:200]
     try:
         # Opening a pipe would wait for its other end.
         if not stat.S_ISREG(os.stat(source).st_mode):
-            raise _fail(index, f"{name!r} is not a file")
+            raise failure(ImageError, index, f"{name!r} is not a file")
         stream = open(source, "rb")  # noqa: SIM115
     except (OSError, ValueError) as error:
         if isinstance(error, ImageError):
             raise
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise _fail(index, f"{name!r} cannot be read: {reason}") from None
+        raise failure(ImageError, index, f"{name!r} cannot be read: {reason}") from None
     size = os.fstat(stream.fileno()).st_size
     if size > limits.max_bytes:
         stream.close()
-        raise _fail(index, f"{name!r} has {size} bytes, at most {limits.max_bytes} are read")
+        raise failure(ImageError, index, f"{name!r} has {size} bytes, at most {limits.max_bytes} are read")
     return stream
 
 
@@ -252,11 +250,11 @@ def _header(stream: BinaryIO, limits: Limits, index: int) -> Header:
     if name not in READABLE or name is None:
         listed = f"{', '.join(READABLE[:-1])} or {READABLE[-1]}"
         what = "SVG is not a raster format" if name == "SVG" else f"{name or 'the content'} cannot be read as a picture"
-        raise _fail(index, f"{what}; send {listed}", UnsupportedMediaError)
+        raise failure(UnsupportedMediaError, index, f"{what}; send {listed}")
     try:
         header = read_header(stream, name)
     except BrokenError as error:
-        raise _fail(index, f"the {name} file is damaged: {error}") from None
+        raise failure(ImageError, index, f"the {name} file is damaged: {error}") from None
     _check_size((header.width, header.height), limits, index)
     return header
 
@@ -264,9 +262,11 @@ def _header(stream: BinaryIO, limits: Limits, index: int) -> Header:
 def _check_size(size: tuple[int, int], limits: Limits, index: int) -> None:
     width, height = size
     if max(size) > limits.max_side:
-        raise _fail(index, f"{width} x {height} pixels, at most {limits.max_side} on a side are read")
+        raise failure(ImageError, index, f"{width} x {height} pixels, at most {limits.max_side} on a side are read")
     if width * height > limits.max_pixels:
-        raise _fail(index, f"{width} x {height} = {width * height} pixels, at most {limits.max_pixels} are decoded")
+        raise failure(
+            ImageError, index, f"{width} x {height} = {width * height} pixels, at most {limits.max_pixels} are decoded"
+        )
 
 
 def _decode(content: bytes, limits: Limits, index: int) -> tuple[Image.Image, tuple[int, int]]:
@@ -284,7 +284,7 @@ def _decode(content: bytes, limits: Limits, index: int) -> tuple[Image.Image, tu
     except MemoryError:
         raise
     except Exception as error:  # decoders raise nearly everything
-        raise _fail(index, f"the {header.format} file is damaged: {str(error)[:_SAID]}") from None
+        raise failure(ImageError, index, f"the {header.format} file is damaged: {str(error)[:_SAID]}") from None
     image = _turned(_allowed(image, index), header.orientation)
     return image, image.size
 
@@ -325,7 +325,9 @@ def _allowed(image: Image.Image, index: int) -> Image.Image:
         return _high_bytes(image)
     if image.mode not in MODES:
         # I and F have no fixed range of values, LAB no fixed meaning: what they show is not guessed.
-        raise _fail(index, f"pictures of mode {image.mode} are not read; convert it to RGB, L or I;16 first")
+        raise failure(
+            ImageError, index, f"pictures of mode {image.mode} are not read; convert it to RGB, L or I;16 first"
+        )
     return image
 
 
@@ -356,7 +358,7 @@ def _pil_orientation(image: Image.Image) -> int:
 def _from_pil(source: Image.Image, limits: Limits, index: int) -> Picture:
     _check_size(source.size, limits, index)
     if min(source.size) < 1:
-        raise _fail(index, f"{source.width} x {source.height} pixels: a side must be at least 1")
+        raise failure(ImageError, index, f"{source.width} x {source.height} pixels: a side must be at least 1")
     _load(source, index)
     image = _turned(_allowed(source, index), _pil_orientation(source))
     return Picture(image, image.size)
@@ -368,19 +370,20 @@ def _load(image: Image.Image, index: int) -> None:
     except MemoryError:
         raise
     except Exception as error:  # decoders raise nearly everything
-        raise _fail(index, f"the picture cannot be decoded: {str(error)[:_SAID]}") from None
+        raise failure(ImageError, index, f"the picture cannot be decoded: {str(error)[:_SAID]}") from None
 
 
 def _array_size(array: np.ndarray[Any, Any], limits: Limits, index: int) -> tuple[int, int]:
     shape = array.shape
     if array.dtype != np.uint8 or len(shape) not in (2, 3) or (len(shape) == 3 and shape[2] not in (1, 3, 4)):
-        raise _fail(
+        raise failure(
+            ImageError,
             index,
             f"an array of shape {shape} and dtype {array.dtype}: expected uint8 (H, W), (H, W, 3) or (H, W, 4); "
             "the layout is not guessed",
         )
     if 0 in shape:
-        raise _fail(index, f"an array of shape {shape} holds no pixels")
+        raise failure(ImageError, index, f"an array of shape {shape} holds no pixels")
     size = shape[1], shape[0]
     _check_size(size, limits, index)
     return size

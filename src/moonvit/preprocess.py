@@ -25,6 +25,8 @@ from moonvit.images import Picture, open_picture
 
 CELL = PATCH * MERGE
 """Pixels along one language token."""
+LONGEST = 2**31 - 1
+"""Pixels of a side at most: no format has more."""
 _BAND = 8
 """Patch rows that are cut at a time: the picture is never copied whole."""
 _INDEXED = ("P", "PA", "1")
@@ -90,11 +92,14 @@ def resize_plan(rule: ImageRule, width: int, height: int) -> Resized:
         Sizes after resize and padding, and the grid.
 
     Raises:
-        ImageError: A side is under one pixel, or, for Kimi-VL, the padded picture has 512 patches or more on a side.
+        ImageError: A side is under one pixel or over ``LONGEST``, or, for Kimi-VL, the padded picture has 512 patches
+            or more on a side.
         GridError: A rule that crops leaves no patches, or an odd number of them.
     """
     if width < 1 or height < 1:
         raise ImageError(f"picture of {width} x {height} pixels: a side must be at least 1")
+    if width > LONGEST or height > LONGEST:
+        raise ImageError(f"a side of the picture has more than {LONGEST} pixels")
     new = _kimi_vl_size(rule, width, height) if rule.kind == "kimi-vl" else _navit_size(rule, width, height)
     if not rule.pad:
         h, w = new[1] // PATCH, new[0] // PATCH
@@ -173,12 +178,14 @@ def tokens_for(model: str | VisionConfig, width: int, height: int) -> int:
     return resize_plan(config.rule, width, height).grid.tokens
 
 
-def patches_from(picture: Picture | Image.Image, rule: ImageRule) -> Patches:
+def patches_from(picture: Picture | Image.Image, rule: ImageRule, out_LC: NDArray[np.uint8] | None = None) -> Patches:
     """Resize, pad and cut a picture.
 
     Args:
         picture: An opened picture, or a PIL image, which is opened as ``open_picture`` does.
         rule: The family's rule.
+        out_LC: Where the patches go, uint8 (L, 588) of the grid that ``resize_plan`` gives, rows one behind the
+            other; None makes room for them.
 
     Returns:
         uint8 patches and their grid.
@@ -193,7 +200,10 @@ def patches_from(picture: Picture | Image.Image, rule: ImageRule) -> Patches:
         left = round((image.width - resized.padded_width) / 2)
         top = round((image.height - resized.padded_height) / 2)
         image = image.crop((left, top, left + resized.padded_width, top + resized.padded_height))
-    return Patches(_cut(image, resized.grid), resized.grid, opened.size)
+    if out_LC is None:
+        out_LC = np.empty((resized.grid.patches, PATCH_VALUES), dtype=np.uint8)
+    _cut(image, resized.grid, out_LC)
+    return Patches(out_LC, resized.grid, opened.size)
 
 
 def _flat(image: Image.Image, rule: ImageRule, size: tuple[int, int]) -> Image.Image:
@@ -241,9 +251,10 @@ def _on_chessboard(image: Image.Image) -> Image.Image:
     return result
 
 
-def _cut(image: Image.Image, grid: Grid) -> NDArray[np.uint8]:
+def _cut(image: Image.Image, grid: Grid, out_LC: NDArray[np.uint8]) -> None:
     _, h, w = grid
-    patches: NDArray[np.uint8] = np.zeros((h, w, 3, PATCH, PATCH), dtype=np.uint8)
+    patches = out_LC.reshape(h, w, 3, PATCH, PATCH)
+    patches[-(-image.height // PATCH) :] = 0
     for row in range(0, h, _BAND):
         top, bottom = row * PATCH, min((row + _BAND) * PATCH, h * PATCH)
         held = min(bottom, image.height)
@@ -253,4 +264,3 @@ def _cut(image: Image.Image, grid: Grid) -> NDArray[np.uint8]:
         band[: held - top, : image.width] = np.asarray(image.crop((0, top, image.width, held)))
         shaped = band.reshape((bottom - top) // PATCH, PATCH, w, PATCH, 3)
         patches[row : row + _BAND] = shaped.transpose(0, 2, 4, 1, 3)
-    return patches.reshape(h * w, PATCH_VALUES)

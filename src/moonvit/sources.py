@@ -118,7 +118,8 @@ def _plain_host(host: str) -> str:
         return plain
 
 
-def _fail(kind: type[ImageError], index: int, reason: str) -> ImageError:
+def failure(kind: type[ImageError], index: int, reason: str) -> ImageError:
+    """An error of a kind about the picture of a number, which is also its ``param``."""
     return kind(f"image {index}: {reason}", param=f"images[{index}]")
 
 
@@ -152,27 +153,27 @@ def data_url_bytes(url: str, limits: Limits = DEFAULT_LIMITS, index: int = 0) ->
     comma = url.find(",", scheme.end(), scheme.end() + _HEADER) if scheme else -1
     if scheme is None or comma < 0:
         reason = f"a data: URL needs a comma within its first {_HEADER} characters: data:image/png;base64,..."
-        raise _fail(ImageError, index, reason)
+        raise failure(ImageError, index, reason)
     *parameters, last = url[scheme.end() : comma].split(";")
     is_base64 = bool(parameters) and last.strip().lower() == "base64"
     if any(parameter.strip().lower() == "base64" for parameter in parameters[1:]):
-        raise _fail(ImageError, index, "';base64' must stand last before the comma of a data: URL")
+        raise failure(ImageError, index, "';base64' must stand last before the comma of a data: URL")
     length = len(url) - comma - 1
     # An escape takes three characters, four characters of base64 hold three bytes: more than this cannot fit.
     if length > 4 * limits.max_bytes + _HEADER:
-        raise _fail(ImageError, index, f"a data: URL of {length} characters holds more than {limits.max_bytes} bytes")
+        raise failure(ImageError, index, f"a data: URL of {length} characters holds more than {limits.max_bytes} bytes")
     try:
         data = url[comma + 1 :].encode("ascii")
     except UnicodeEncodeError:
-        raise _fail(ImageError, index, "a data: URL may hold ASCII characters only") from None
+        raise failure(ImageError, index, "a data: URL may hold ASCII characters only") from None
     if b"%" in data:
         data = unquote_to_bytes(data)
     if is_base64:
         data = _from_base64(data.translate(None, _WHITESPACE), limits, index)
     elif len(data) > limits.max_bytes:
-        raise _fail(ImageError, index, f"{len(data)} bytes, at most {limits.max_bytes} are read")
+        raise failure(ImageError, index, f"{len(data)} bytes, at most {limits.max_bytes} are read")
     if not data:
-        raise _fail(ImageError, index, "the data: URL is empty")
+        raise failure(ImageError, index, "the data: URL is empty")
     return data
 
 
@@ -181,20 +182,22 @@ def _from_base64(text: bytes, limits: Limits, index: int) -> bytes:
     padding = len(text) - len(body)
     size = len(body) * 3 // 4
     if size > limits.max_bytes:
-        raise _fail(ImageError, index, f"base64 of {size} bytes, at most {limits.max_bytes} are read")
+        raise failure(ImageError, index, f"base64 of {size} bytes, at most {limits.max_bytes} are read")
     wrong = re.search(rb"[^A-Za-z0-9+/_-]", body)
     if wrong:
         shown = wrong[0].decode("latin-1")
-        raise _fail(ImageError, index, f"{shown!r} at character {wrong.start()} is not base64")
+        raise failure(ImageError, index, f"{shown!r} at character {wrong.start()} is not base64")
     missing = -len(body) % 4
     if missing == 3:
-        raise _fail(ImageError, index, f"base64 of {len(body)} characters: one more than a multiple of 4 is cut short")
+        raise failure(
+            ImageError, index, f"base64 of {len(body)} characters: one more than a multiple of 4 is cut short"
+        )
     if padding not in (0, missing):
-        raise _fail(ImageError, index, f"base64 of {len(body)} characters takes {missing} '=', not {padding}")
+        raise failure(ImageError, index, f"base64 of {len(body)} characters takes {missing} '=', not {padding}")
     try:
         return base64.b64decode(body.translate(_URL_SAFE) + b"=" * missing, validate=True)
     except binascii.Error as error:
-        raise _fail(ImageError, index, f"not base64: {error}") from None
+        raise failure(ImageError, index, f"not base64: {error}") from None
 
 
 # ---- http(s): -------------------------------------------------------------------------------------------------------
@@ -223,7 +226,7 @@ def fetch_bytes(url: str, policy: FetchPolicy | None, limits: Limits = DEFAULT_L
         MissingDependencyError: ``httpx`` is not installed.
     """
     if policy is None:
-        raise _fail(MediaFetchError, index, "http(s) addresses are not fetched here; send the picture as a data: URL")
+        raise failure(MediaFetchError, index, "http(s) addresses are not fetched here; send the picture as a data: URL")
     try:
         import httpx
     except ImportError:
@@ -236,11 +239,11 @@ def fetch_bytes(url: str, policy: FetchPolicy | None, limits: Limits = DEFAULT_L
             reason = f"the address gave no picture within {limits.fetch_seconds:g} seconds"
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
             reason = f"the address could not be read: {type(error).__name__}"
-        raise _fail(MediaFetchError, index, reason)
+        raise failure(MediaFetchError, index, reason)
 
     result = _run_beside(bring(), limits.fetch_seconds + _GRACE)
     if result is None:
-        raise _fail(MediaFetchError, index, f"the address gave no picture within {limits.fetch_seconds:g} seconds")
+        raise failure(MediaFetchError, index, f"the address gave no picture within {limits.fetch_seconds:g} seconds")
     return result
 
 
@@ -282,7 +285,7 @@ async def _follow(url: str, policy: FetchPolicy, limits: Limits, index: int) -> 
     import httpx
 
     if len(url) > _ADDRESS:
-        raise _fail(MediaFetchError, index, f"an address of {len(url)} characters, at most {_ADDRESS} are read")
+        raise failure(MediaFetchError, index, f"an address of {len(url)} characters, at most {_ADDRESS} are read")
     address = httpx.URL(url.strip())
     # Not a Client: that would follow the environment's proxies, keep cookies, and write whole addresses to the log.
     async with httpx.AsyncHTTPTransport(verify=_certificates()) as transport:
@@ -294,7 +297,7 @@ async def _follow(url: str, policy: FetchPolicy, limits: Limits, index: int) -> 
                 address = address.join(response.headers["location"])
             finally:
                 await response.aclose()
-    raise _fail(MediaFetchError, index, f"more than {limits.max_redirects} redirects")
+    raise failure(MediaFetchError, index, f"more than {limits.max_redirects} redirects")
 
 
 async def _ask(
@@ -305,12 +308,12 @@ async def _ask(
 
     host = address.raw_host.decode("ascii")
     if address.scheme not in _PORTS:
-        raise _fail(MediaFetchError, index, f"scheme {address.scheme[:20]!r}: only http and https are fetched")
+        raise failure(MediaFetchError, index, f"scheme {address.scheme[:20]!r}: only http and https are fetched")
     if address.userinfo:
-        raise _fail(MediaFetchError, index, "an address with a user name or password is not fetched")
+        raise failure(MediaFetchError, index, "an address with a user name or password is not fetched")
     port = _PORTS[address.scheme] if address.port is None else address.port
     if not host or not 1 <= port <= 65535 or not policy.allows(host, port):
-        raise _fail(MediaFetchError, index, f"{_shown(address)} is not one of the hosts that may be fetched from")
+        raise failure(MediaFetchError, index, f"{_shown(address)} is not one of the hosts that may be fetched from")
     numbers = await _resolve(address, host, port, policy, index)
     headers = {
         "host": address.netloc.decode("ascii"),
@@ -336,13 +339,13 @@ async def _resolve(address: httpx.URL, host: str, port: int, policy: FetchPolicy
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        raise _fail(MediaFetchError, index, f"the host of {_shown(address)} has no address") from None
+        raise failure(MediaFetchError, index, f"the host of {_shown(address)} has no address") from None
     numbers = list(dict.fromkeys(str(entry[4][0]) for entry in found))
     for number in numbers:
         if not policy.allow_private and not is_public(number):
-            raise _fail(MediaFetchError, index, f"the host of {_shown(address)} has an address that is not public")
+            raise failure(MediaFetchError, index, f"the host of {_shown(address)} has an address that is not public")
     if not numbers:
-        raise _fail(MediaFetchError, index, f"the host of {_shown(address)} has no address")
+        raise failure(MediaFetchError, index, f"the host of {_shown(address)} has no address")
     return numbers
 
 
@@ -374,21 +377,21 @@ def is_public(number: str) -> bool:
 
 async def _body(response: httpx.Response, address: httpx.URL, limits: Limits, index: int) -> bytes:
     if response.status_code != 200:
-        raise _fail(MediaFetchError, index, f"{_shown(address)} answered with status {response.status_code}")
+        raise failure(MediaFetchError, index, f"{_shown(address)} answered with status {response.status_code}")
     encoding = response.headers.get("content-encoding", "identity")
     if encoding.lower() not in ("identity", ""):
-        raise _fail(MediaFetchError, index, f"{_shown(address)} answered with content-encoding {encoding[:40]!r}")
+        raise failure(MediaFetchError, index, f"{_shown(address)} answered with content-encoding {encoding[:40]!r}")
     announced = response.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > limits.max_bytes:
         reason = f"{_shown(address)} announces {announced[:20]} bytes, at most {limits.max_bytes} are read"
-        raise _fail(MediaFetchError, index, reason)
+        raise failure(MediaFetchError, index, reason)
     content = bytearray()
     async for piece in response.aiter_raw():
         content += piece
         if len(content) > limits.max_bytes:
-            raise _fail(MediaFetchError, index, f"{_shown(address)} sends more than {limits.max_bytes} bytes")
+            raise failure(MediaFetchError, index, f"{_shown(address)} sends more than {limits.max_bytes} bytes")
     if not content:
-        raise _fail(MediaFetchError, index, f"{_shown(address)} answered with nothing")
+        raise failure(MediaFetchError, index, f"{_shown(address)} answered with nothing")
     return bytes(content)
 
 

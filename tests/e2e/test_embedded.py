@@ -148,11 +148,29 @@ def test_orientation_is_applied_before_the_count(base: str) -> None:
 def test_picture_kinds(base: str, mode: str) -> None:
     out = io.BytesIO()
     image = Image.new("I;16", (40, 60), 40_000) if mode == "I;16" else Image.new("RGB", (40, 60), "blue").convert(mode)
-    image.save(out, "TIFF" if mode == "CMYK" else "PNG")
+    image.save(out, "JPEG" if mode == "CMYK" else "PNG")
     response = ask(base, user(image_part(out.getvalue())), max_tokens=1, temperature=0)
-    if response.status_code != 200:
-        assert mode == "CMYK"
-        assert error_of(response, 400)["param"] == "messages[0].content[0]"
+    assert response.status_code == 200, response.text
+    assert response.json()["usage"]["prompt_tokens_details"]["image_tokens"] == 2 * 3
+
+
+def test_formats_that_are_not_read_are_named(base: str) -> None:
+    out = io.BytesIO()
+    Image.new("CMYK", (40, 60)).save(out, "TIFF")
+    response = ask(base, user(image_part(out.getvalue())), max_tokens=1, temperature=0)
+    error = error_of(response, 400)
+    assert error["param"] == "messages[0].content[0]"
+    assert "TIFF" in error["message"]
+    healthy(base)
+
+
+def test_a_photo_of_12_megapixels_is_counted_and_too_long_for_a_small_context(base: str) -> None:
+    large = photo((4000, 3000), 6)
+    plan = web.post(f"{base}/v1/vision/plan", json={"images": [data_url(large, "image/jpeg")]}).json()
+    assert plan["images"][0]["size"] == [3000, 4000]
+    assert plan["image_tokens"] == 4200
+    error = error_of(ask(base, user(image_part(large)), max_tokens=1, temperature=0), 413)
+    assert str(plan["max_context"]) in error["message"]
     healthy(base)
 
 

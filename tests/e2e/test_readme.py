@@ -50,6 +50,15 @@ def test_the_first_screen_has_what_a_stranger_needs() -> None:
     assert (ROOT / re.findall(r"!\[[^]]*\]\(([^)]+)\)", first)[0]).stat().st_size > 10_000
 
 
+@pytest.mark.parametrize(("target", "last"), [("serve", "moonvit serve"), ("test", "-m pytest")])
+def test_make_installs_once(target: str, last: str) -> None:
+    steps = run(["make", "--no-print-directory", "-n", target, "STAMP=README.md", "VENV=elsewhere"]).splitlines()
+    assert steps[-1].endswith(last)
+    assert not any("install" in step and "pip" in step for step in steps)
+    fresh = run(["make", "--no-print-directory", "-n", target, "VENV=elsewhere"])
+    assert fresh.index("venv elsewhere") < fresh.index("-c constraints.txt") < fresh.rindex(last)
+
+
 @pytest.mark.parametrize("number", [n for n, text in enumerate(PYTHON) if "openai" not in text])
 def test_python_prints_what_stands_below_it(number: int) -> None:
     text = PYTHON[number]

@@ -138,6 +138,45 @@ def test_height_and_width_alone_are_a_grid() -> None:
     assert all(torch.equal(a, b) for a, b in zip(pairs, triples, strict=True))
 
 
+def test_one_grid_may_come_without_a_list(enc: VisionEncoder) -> None:
+    patches = random_patches([(1, 4, 6)])
+    [expected] = enc.encode_patches(patches, [Grid(1, 4, 6)])
+    for grid in ((1, 4, 6), [4, 6], (np.int64(4), np.int64(6)), Grid(1, 4, 6)):
+        assert torch.equal(enc.encode_patches(patches, grid)[0], expected)
+
+
+def test_a_photo_of_12_megapixels() -> None:
+    pixels = np.add.outer(np.arange(3000) // 12, np.arange(4000) // 16).astype(np.uint8)
+    out = io.BytesIO()
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(pixels).convert("RGB").save(out, "JPEG", quality=90, exif=exif)
+    encoder = small("kimi-vl", budget="64MiB")
+    [features] = encoder.encode(out.getvalue())
+    assert features.source_size == (3000, 4000)
+    assert features.tokens == encoder.plan((3000, 4000)).tokens > 1000
+    assert features.tensor.isfinite().all()
+
+
+def test_numbers_of_numpy_are_sizes(enc: VisionEncoder) -> None:
+    assert enc.plan([(np.int64(300), np.int32(200))]).grids == enc.plan((300, 200)).grids
+
+
+def test_a_pass_of_a_plan_gives_the_same_as_the_whole_request(enc: VisionEncoder) -> None:
+    plan = enc.plan(PICTURES)
+    passes = [one for batch in plan.batches for one in enc.encode_batch(PICTURES, plan, batch)]
+    assert len(plan.batches) > 1
+    for one, expected in zip(passes, enc.encode(PICTURES), strict=True):
+        assert torch.equal(one.tensor, expected.tensor) and one.source_size == expected.source_size
+
+
+@pytest.mark.parametrize("device", ["tpu9", "cuda:99", "meta9", ""])
+def test_a_device_that_is_not_there(device: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be used") as caught:
+        small("kimi-vl", device=device)
+    assert caught.value.param == "device"
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_patches_may_be_of_any_floating_dtype(dtype: torch.dtype) -> None:
     enc = small("kimi-k2.5")

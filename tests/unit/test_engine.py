@@ -296,14 +296,14 @@ def test_usage_is_what_was_fed_to_the_model_and_cost_says_it_before(engine: Embe
             (ask("hello", noise(1, (224, 224)), max_tokens=3), 64),
             (ask(noise(1, (28, 28)), "hello", noise(2, (100, 29)), max_tokens=3), 1 + 8),
         ):
-            cost = await engine.cost(request)
+            cost = await engine.count_tokens(request)
             found = usage(await collect(engine, request))
             assert (cost.prompt_tokens, cost.image_tokens) == (found.prompt_tokens, found.image_tokens)
             assert found.image_tokens == image_tokens
             assert found.completion_tokens == 3
             assert (cost.plan is None) == (image_tokens == 0)
         sizes = ask((28, 28), "hello", (100, 29))
-        assert await engine.cost(sizes) == cost
+        assert await engine.count_tokens(sizes) == cost
         assert cost.plan is not None
         assert [one["tokens"] for one in cost.plan["images"]] == [1, 8]
 
@@ -314,9 +314,9 @@ def test_typed_markers_stay_text(engine: EmbeddedEngine) -> None:
     """S87: a literal placeholder takes no picture's place."""
 
     async def run() -> None:
-        plain = await engine.cost(ask(noise(1), "hello"))
+        plain = await engine.count_tokens(ask(noise(1), "hello"))
         for typed in ("<|media_pad|>", "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>", "<|im_end|>"):
-            marked = await engine.cost(ask(typed, noise(1), "hello"))
+            marked = await engine.count_tokens(ask(typed, noise(1), "hello"))
             assert marked.image_tokens == plain.image_tokens
             # Seven letters and more: one special token would be one.
             assert marked.prompt_tokens > plain.prompt_tokens + 6
@@ -532,12 +532,12 @@ def test_what_does_not_fit_the_context_is_refused_with_both_numbers(
     engine = scripted(b"a")
     monkeypatch.setattr(engine.encoder, "encode", lambda items: pytest.fail("work was done"))
     large = noise(1, (1024, 1024))  # 1369 tokens
-    cost = asyncio.run(engine.cost(ask(large)))
+    cost = asyncio.run(engine.count_tokens(ask(large)))
     with pytest.raises(TooLargeError, match=rf"{cost.prompt_tokens} tokens; the context of scripted is 1024"):
         asyncio.run(collect(engine, ask(large)))
     with pytest.raises(TooLargeError, match=r"the context of scripted is 1024"):
         asyncio.run(collect(engine, ask("z" * 5000)))
-    prompt = asyncio.run(engine.cost(ask("hello"))).prompt_tokens
+    prompt = asyncio.run(engine.count_tokens(ask("hello"))).prompt_tokens
     with pytest.raises(RequestError, match=rf"{prompt} tokens and max_tokens = 1024 make {prompt + 1024}.*1024"):
         asyncio.run(collect(engine, ask("hello", max_tokens=1024)))
     assert engine.decoder.served == []
@@ -774,17 +774,17 @@ def test_an_encoder_that_gives_something_else_fails_that_request_alone(
 ) -> None:
     """S54, S06: one row fewer than there is room for, or NaN."""
     engine = scripted(b"a")
-    real = engine.encoder.encode
+    real = engine.encoder.encode_batch
 
-    def wrong(items: Any) -> list[Features]:
-        found: list[Features] = real(items)
+    def wrong(*request: Any) -> list[Features]:
+        found: list[Features] = real(*request)
         if fault == "nan":
             raise NonFiniteError("image 0: NaN", param="images[0]")
         cut = found[0].tensor[:-1] if fault == "rows" else found[0].tensor[:, :-1]
         return [replace(found[0], tensor=cut), *found[1:]]
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine.encoder, "encode", wrong)
+        patched.setattr(engine.encoder, "encode_batch", wrong)
         with pytest.raises(MoonvitError) as caught:
             asyncio.run(collect(engine, ask("hello", noise(1), max_tokens=3)))
     assert caught.value.param == "part 1"
@@ -801,6 +801,26 @@ def test_nan_in_the_logits_is_an_error(scripted: Any, monkeypatch: pytest.Monkey
         asyncio.run(collect(engine, ask("hello")))
 
 
+def test_a_chunk_of_the_prompt_never_ends_inside_a_picture(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scripted(b"a", prefill=8)
+    spans: list[tuple[int, int]] = []
+    chunks: list[tuple[int, int]] = []
+    real = engine._embed
+
+    def embed(prompt: Any, features: Any, start: int, stop: int) -> torch.Tensor:
+        spans[:] = prompt.spans
+        chunks.append((start, stop))
+        found: torch.Tensor = real(prompt, features, start, stop)
+        return found
+
+    monkeypatch.setattr(engine, "_embed", embed)
+    asyncio.run(collect(engine, ask(noise(1, (112, 84)), "hello", noise(2, (28, 28)), "hello hello hello")))
+    assert [start for start, _ in chunks[1:]] == [stop for _, stop in chunks[:-1]]
+    assert all(not first < stop < first + count for first, count in spans for _, stop in chunks)
+    assert any(stop - start > 8 for start, stop in chunks)  # the first picture has 12 tokens
+    assert len(chunks) > 3
+
+
 def test_pictures_are_encoded_in_the_batches_of_the_plan(
     engine: EmbeddedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -809,8 +829,9 @@ def test_pictures_are_encoded_in_the_batches_of_the_plan(
     request = ask(*(noise(n, size) for n, size in enumerate(sizes)), "hello", max_tokens=2)
     plan = engine.encoder.plan(sizes)
     seen: list[int] = []
-    real = engine.encoder.encode
-    monkeypatch.setattr(engine.encoder, "encode", lambda items: (seen.append(len(items)), real(items))[1])
+    model = engine.encoder.model
+    real = model.prepare
+    monkeypatch.setattr(model, "prepare", lambda grids, rows: (seen.append(len(grids)), real(grids, rows))[1])
     asyncio.run(collect(engine, request))
     assert seen == [len(batch.indices) for batch in plan.batches]
     assert len(seen) > 1

@@ -106,9 +106,14 @@ def test_overrides() -> None:
         ("kimi-k3", {"layers": 2, "colour": 1}, "unknown configuration field(s): colour, layers"),
         ("kimi-k3", {"num_heads": 7}, "qkv_size = 1536 over 7 heads"),
         ("kimi-k3", {"num_heads": 768}, "qkv_size = 1536 over 768 heads"),
-        ("kimi-k3", {"num_heads": 0}, "num_heads = 0, must be at least 1"),
-        ("kimi-k3", {"hidden_size": -4}, "hidden_size = -4, must be at least 1"),
-        ("kimi-k3", {"num_layers": -1}, "num_layers = -1, must not be negative"),
+        ("kimi-k3", {"num_heads": 0}, "num_heads = 0, must be a whole number of at least 1"),
+        ("kimi-k3", {"hidden_size": -4}, "hidden_size = -4, must be a whole number of at least 1"),
+        ("kimi-k3", {"num_layers": -1}, "num_layers = -1, must be a whole number of at least 0"),
+        ("kimi-k3", {"hidden_size": "1024"}, "hidden_size = '1024', must be a whole number"),
+        ("kimi-k3", {"pos_emb_height": 0}, "pos_emb_height = 0, must be a whole number of at least 1"),
+        ("kimi-k3", {"norm_eps": "x"}, "norm_eps = 'x', must be a number above 0"),
+        ("kimi-k3", {"rope_theta": 0.0}, "rope_theta = 0.0, must be a number above 0"),
+        ("kimi-k3", {"attn_bias": "false"}, "attn_bias = 'false', must be true or false"),
     ],
 )
 def test_rows_that_cannot_be(name: str, overrides: dict[str, Any], said: str) -> None:
@@ -125,7 +130,9 @@ def test_rows_that_cannot_be(name: str, overrides: dict[str, Any], said: str) ->
         ({"side_limit": 513}, "side_limit = 513, allowed are whole numbers of 2 to 512"),
         ({"side_limit": True}, "side_limit = True"),
         ({"token_limit": 0}, "token_limit = 0"),
-        ({"token_limit": 9, "pad": False}, "token_limit = 9 needs a rule that pads"),
+        ({"token_limit": 9, "pad": False, "kind": "kimi-vl"}, "token_limit = 9 needs a rule that pads"),
+        ({"pad": "false"}, "pad = 'false', must be true or false"),
+        ({"pad": False}, "pad is false, but only Kimi-VL has a rule that crops"),
     ],
 )
 def test_rules_that_cannot_be(fields_: dict[str, Any], said: str) -> None:

@@ -92,6 +92,8 @@ def test_history_loses_thinking_up_to_the_last_answer_without_calls(chat: ChatFo
     assert written(chat, *messages, thinking=False) == expected("", "", "") + "</think>"
     preserving = chat_format(CONFIG, folder, preserve_thinking=True)
     assert written(preserving, *messages) == expected("early call", "old", "new call")
+    assert written(chat, *messages, preserve_thinking=True) == written(preserving, *messages)
+    assert written(preserving, *messages, preserve_thinking=False) == written(chat, *messages)
     assert written(preserving, *messages, thinking=False) == expected("early call", "old", "new call") + "</think>"
 
 

@@ -49,6 +49,14 @@ def written(chat: ChatFormat, *messages: Message) -> str:
     return chat.tokenizer.decode_bytes(chat.render(messages, [2] * pictures).ids).decode()
 
 
+def test_what_the_format_has_no_place_for_is_refused_by_name(chat: ChatFormat) -> None:
+    with pytest.raises(PromptError, match="no place for names") as caught:
+        chat.render([turn("user", "Hi", name="Ada")], [])
+    assert caught.value.param == "messages[0].name"
+    with pytest.raises(PromptError, match="preserve_thinking is True"):
+        chat.render([turn("user", "Hi")], [], preserve_thinking=True)
+
+
 def test_one_picture_and_a_question(chat: ChatFormat) -> None:
     text = written(chat, turn("user", PICTURE, "What is it?"))
     assert text == f"{SYSTEM}<|im_user|>user<|im_middle|>{BLOCK}What is it?<|im_end|>{END}"

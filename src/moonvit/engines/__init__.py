@@ -43,6 +43,7 @@ class GenerateRequest:
         sampling: How to choose tokens.
         tools: JSON schemas of the tools the model may call, in the OpenAI shape.
         thinking: Ask for reasoning or not; None takes the model's default.
+        preserve_thinking: Keep the reasoning of all earlier answers in the prompt; None takes the engine's default.
         id: Name of the request in logs.
     """
 
@@ -50,6 +51,7 @@ class GenerateRequest:
     sampling: Sampling = Sampling()
     tools: tuple[dict[str, Any], ...] = ()
     thinking: bool | None = None
+    preserve_thinking: bool | None = None
     id: str = ""
 
 
@@ -128,7 +130,7 @@ class Engine(Protocol):
         """Answer a request, piece by piece. Closing the iterator cancels the work."""
         ...
 
-    async def cost(self, request: GenerateRequest) -> RequestCost:
+    async def count_tokens(self, request: GenerateRequest) -> RequestCost:
         """Count a request without running the tower or the decoder.
 
         An ``ImagePart.source`` may here also be ``(width, height)``, upright, where only the size is known.

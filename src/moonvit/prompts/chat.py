@@ -50,6 +50,7 @@ class ChatFormat(Protocol):
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         thinking: bool | None = None,
+        preserve_thinking: bool | None = None,
     ) -> Prompt:
         """Write a conversation, ending where the assistant is to speak.
 
@@ -58,6 +59,7 @@ class ChatFormat(Protocol):
             image_tokens: Feature rows of every picture of the messages, in order.
             tools: Tools the model may call, in the OpenAI shape.
             thinking: Ask for reasoning or not; None takes the model's default.
+            preserve_thinking: Keep the reasoning of all earlier answers; None takes the format's default.
 
         Returns:
             The ids and the places of the pictures.

@@ -71,6 +71,7 @@ class KimiK25Format:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         thinking: bool | None = None,
+        preserve_thinking: bool | None = None,
     ) -> Prompt:
         """Write a conversation, ending where the assistant is to speak.
 
@@ -80,6 +81,7 @@ class KimiK25Format:
             tools: Tools the model may call, in the OpenAI shape.
             thinking: False closes the think block at once and drops the thinking of earlier turns, unless all of it
                 is to be preserved; None and True leave it open.
+            preserve_thinking: Keep the thinking of every earlier answer; None does as the format was made to.
 
         Returns:
             The ids and the places of the pictures.
@@ -88,6 +90,7 @@ class KimiK25Format:
             PromptError: If a message or the conversation is empty, or pictures and counts do not match.
         """
         check(messages, image_tokens)
+        preserve = self.preserve_thinking if preserve_thinking is None else preserve_thinking
         writer = Writer(self.tokenizer, self.placeholder_id, image_tokens)
         if tools:
             writer.open("system", "tool_declare")
@@ -102,7 +105,7 @@ class KimiK25Format:
                 writer.text(f"## Return of {message.tool_call_id or ''}\n")
             if message.role == "assistant":
                 writer.special("<think>")
-                wanted = self.preserve_thinking or (index > settled and thinking is not False)
+                wanted = preserve or (index > settled and thinking is not False)
                 if wanted and message.reasoning:
                     writer.text(message.reasoning)
                 writer.special("</think>")

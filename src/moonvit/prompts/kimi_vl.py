@@ -52,6 +52,7 @@ class KimiVLFormat:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         thinking: bool | None = None,
+        preserve_thinking: bool | None = None,
     ) -> Prompt:
         """Write a conversation, ending where the assistant is to speak.
 
@@ -60,6 +61,7 @@ class KimiVLFormat:
             image_tokens: Feature rows of every picture of the messages, in order.
             tools: Refused unless empty.
             thinking: Refused unless None: whether a Kimi-VL thinks is a matter of its weights.
+            preserve_thinking: Refused unless None.
 
         Returns:
             The ids and the places of the pictures.
@@ -71,6 +73,11 @@ class KimiVLFormat:
         if tools:
             raise PromptError(f"Kimi-VL has no tools, but {len(tools)} were given", param="tools")
         self._check_thinking(thinking)
+        if preserve_thinking is not None:
+            raise PromptError(
+                f"Kimi-VL keeps no thinking, but preserve_thinking is {preserve_thinking}; leave it out",
+                param="preserve_thinking",
+            )
         writer = Writer(self.tokenizer, self.placeholder_id, image_tokens)
         if messages[0].role != "system":
             writer.open("system", "system")
@@ -81,6 +88,11 @@ class KimiVLFormat:
                 raise PromptError(
                     f"messages[{index}] ({message.role}) is about a tool call, and Kimi-VL has no tools",
                     param=f"messages[{index}]",
+                )
+            if message.name is not None:
+                raise PromptError(
+                    f"messages[{index}].name is {message.name[:40]!r}, and Kimi-VL has no place for names",
+                    param=f"messages[{index}].name",
                 )
             writer.open(message.role, message.role)
             for part in parts_of(message):

@@ -66,8 +66,8 @@ class Service:
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.engine = engine
         self.settings = settings
-        self.media = Media(settings)
         self.pending = PendingBytes(settings.max_pending)
+        self.media = Media(settings, self.pending)
         self.admission = Admission(settings.max_running, settings.max_waiting)
         self.plans = Admission(_PLANS_RUNNING, _PLANS_WAITING)
         self.metrics = Metrics(self.admission, self.pending)
@@ -105,16 +105,16 @@ class Service:
 
     async def _deltas(self, request: GenerateRequest) -> AsyncGenerator[Delta]:
         """Bring the pictures, wait for a turn, run the engine."""
-        request = await self.media.gather(request)
         finished = False
-        try:
-            async with self.admission.turn(), aclosing(_generator(self.engine.generate(request))) as deltas:
-                async for delta in deltas:
-                    finished = finished or delta.finish_reason is not None
-                    yield delta
-        except MoonvitError as error:
-            error.param = _part_at_fault(error.param, request)
-            raise
+        async with self.media.gathered(request) as brought:
+            try:
+                async with self.admission.turn(), aclosing(_generator(self.engine.generate(brought))) as deltas:
+                    async for delta in deltas:
+                        finished = finished or delta.finish_reason is not None
+                        yield delta
+            except MoonvitError as error:
+                error.param = _part_at_fault(error.param, brought)
+                raise
         if not finished:
             raise EngineError("the engine ended the answer without a reason")
 
@@ -205,7 +205,7 @@ class Service:
             images = [self._picture(asked, index, size) for index, size in enumerate(sizes)]
             try:
                 async with self.plans.turn():
-                    cost = await self.engine.cost(asked)
+                    cost = await self.engine.count_tokens(asked)
             except MoonvitError as error:
                 error.param = _part_at_fault(error.param, asked)
                 raise

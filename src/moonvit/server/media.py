@@ -7,8 +7,9 @@ never sees an address. Addresses are fetched before a request waits for its turn
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from moonvit.engines import GenerateRequest
 from moonvit.errors import MoonvitError
 from moonvit.images import picture_size
 from moonvit.prompts.messages import ImagePart
+from moonvit.server.queue import PendingBytes
 from moonvit.server.settings import Settings
 from moonvit.sources import FetchPolicy, Limits, data_url_bytes, fetch_bytes, is_data_url
 
@@ -27,9 +29,11 @@ class Media:
 
     Args:
         settings: Hosts, limits and workers.
+        pending: Account of the bytes that requests hold; what is fetched counts like what is sent.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, pending: PendingBytes) -> None:
+        self._pending = pending
         self._limits = replace(Limits(), fetch_seconds=settings.media_timeout)
         self._policy = None
         if settings.media_hosts:
@@ -37,20 +41,23 @@ class Media:
         self._fetchers = ThreadPoolExecutor(settings.media_workers, "moonvit-fetch")
         self._readers = ThreadPoolExecutor(_READERS, "moonvit-read")
 
-    async def gather(self, request: GenerateRequest) -> GenerateRequest:
-        """Replace every address by the encoded picture it stands for.
+    @asynccontextmanager
+    async def gathered(self, request: GenerateRequest) -> AsyncIterator[GenerateRequest]:
+        """Replace every address by the encoded picture it stands for, for as long as the request is worked on.
 
         Args:
             request: Pictures are addresses.
 
-        Returns:
+        Yields:
             The request; pictures are bytes whose header was read and is within the limits.
 
         Raises:
             MoonvitError: A picture cannot be had; ``param`` is its part.
+            OverloadedError: Pictures that were fetched, and bodies, would take more than the account allows.
         """
-        found = await self._all(request)
-        return _with_sources(request, [content for content, _ in found])
+        with self._account() as held:
+            found = await self._all(request, held)
+            yield _with_sources(request, [content for content, _ in found])
 
     async def measure(self, request: GenerateRequest) -> tuple[GenerateRequest, list[tuple[int, int]]]:
         """Replace every picture by its size.
@@ -63,8 +70,10 @@ class Media:
 
         Raises:
             MoonvitError: A picture cannot be had; ``param`` is its part.
+            OverloadedError: As for ``gathered``.
         """
-        sizes = [size for _, size in await self._all(request)]
+        with self._account() as held:
+            sizes = [size for _, size in await self._all(request, held)]
         return _with_sources(request, sizes), sizes
 
     def close(self) -> None:
@@ -72,9 +81,17 @@ class Media:
         self._fetchers.shutdown(wait=False, cancel_futures=True)
         self._readers.shutdown(wait=False, cancel_futures=True)
 
-    async def _all(self, request: GenerateRequest) -> list[tuple[bytes, tuple[int, int]]]:
+    @contextmanager
+    def _account(self) -> Iterator[list[int]]:
+        held: list[int] = []
+        try:
+            yield held
+        finally:
+            self._pending.give_back(sum(held))
+
+    async def _all(self, request: GenerateRequest, held: list[int]) -> list[tuple[bytes, tuple[int, int]]]:
         pictures = [part for message in request.messages for part in message.images]
-        work = [asyncio.ensure_future(self._one(part, index)) for index, part in enumerate(pictures)]
+        work = [asyncio.ensure_future(self._one(part, index, held)) for index, part in enumerate(pictures)]
         try:
             return list(await asyncio.gather(*work))
         finally:
@@ -83,7 +100,7 @@ class Media:
                 task.cancel()
             await asyncio.gather(*work, return_exceptions=True)
 
-    async def _one(self, part: ImagePart, index: int) -> tuple[bytes, tuple[int, int]]:
+    async def _one(self, part: ImagePart, index: int, held: list[int]) -> tuple[bytes, tuple[int, int]]:
         if isinstance(part.source, tuple):
             return b"", part.source
         address: str = part.source
@@ -94,6 +111,8 @@ class Media:
             content = await loop.run_in_executor(
                 self._fetchers, fetch_bytes, address, self._policy, self._limits, index
             )
+            self._pending.take(len(content))
+            held.append(len(content))
             return content, await loop.run_in_executor(self._readers, picture_size, content, self._limits, index)
         except MoonvitError as error:
             error.param = part.param

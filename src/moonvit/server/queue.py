@@ -73,7 +73,7 @@ class Admission:
 
 
 class PendingBytes:
-    """Bytes of request bodies held in memory, all requests together.
+    """Bytes of request bodies and fetched pictures held in memory, all requests together.
 
     Args:
         limit: Bytes at most.
@@ -94,7 +94,7 @@ class PendingBytes:
         """
         if self.held + size > self._limit:
             raise OverloadedError(
-                f"request bodies hold {self.held} bytes and this one needs {size} more, allowed {self._limit}; "
+                f"requests hold {self.held} bytes and this one needs {size} more, allowed {self._limit}; "
                 "try again later"
             )
         self.held += size

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 
 from moonvit.engines import GenerateRequest, Sampling
 from moonvit.errors import RequestError
+from moonvit.preprocess import LONGEST
 from moonvit.prompts.messages import ImagePart, Message, Part, Role, TextPart, ToolCall
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -102,9 +103,12 @@ class _Image(_Strict):
     image_url: _Picture
 
 
+_Side = Annotated[int, Field(ge=1, le=LONGEST)]
+
+
 class _Size(_Strict):
-    width: int = Field(ge=1)
-    height: int = Field(ge=1)
+    width: _Side
+    height: _Side
 
 
 class _ImageSize(_Strict):
@@ -187,6 +191,7 @@ class _StreamOptions(_Strict):
 
 class _TemplateSettings(_Strict):
     thinking: bool | None = None
+    preserve_thinking: bool | None = None
 
 
 class _Prompt(_Strict):
@@ -225,9 +230,7 @@ class _Chat(_Prompt):
 class _Plan(_Prompt):
     messages: list[_Message] | None = Field(None, min_length=1)
     images: list[_Picture] | None = Field(None, min_length=1)
-    sizes: list[Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=2, max_length=2)]] | None = Field(
-        None, min_length=1
-    )
+    sizes: list[Annotated[list[_Side], Field(min_length=2, max_length=2)]] | None = Field(None, min_length=1)
 
 
 # ---- from JSON to plain data ----------------------------------------------------------------------------------------
@@ -395,6 +398,10 @@ def _thinking(prompt: _Prompt) -> bool | None:
     return False
 
 
+def _preserve_thinking(prompt: _Prompt) -> bool | None:
+    return prompt.chat_template_kwargs.preserve_thinking if prompt.chat_template_kwargs else None
+
+
 def _tools(prompt: _Prompt) -> tuple[dict[str, Any], ...]:
     if prompt.tool_choice == "none":
         return ()
@@ -410,7 +417,7 @@ def parse_chat(document: Any, *, max_images: int, id: str = "") -> ChatCall:
         id: Name of the request in logs.
 
     Returns:
-        The request. Whether its ``model`` is served is for the caller to say, with ``model_asked``.
+        The request. Whether its ``model`` is served is for the caller to say.
 
     Raises:
         RequestError: A field is unknown, not honoured, of the wrong kind or out of range; ``param`` is its path.
@@ -438,6 +445,7 @@ def parse_chat(document: Any, *, max_images: int, id: str = "") -> ChatCall:
         ),
         tools=_tools(chat),
         thinking=_thinking(chat),
+        preserve_thinking=_preserve_thinking(chat),
         id=id,
     )
     usage = bool(chat.stream_options and chat.stream_options.include_usage)
@@ -480,4 +488,10 @@ def parse_plan(document: Any, *, max_images: int, id: str = "") -> GenerateReque
         if len(parts) > max_images:
             raise RequestError(f"{given[0]} holds {len(parts)} pictures; allowed {max_images}", param=given[0])
         messages = (Message("user", parts),)
-    return GenerateRequest(messages=messages, tools=_tools(plan), thinking=_thinking(plan), id=id)
+    return GenerateRequest(
+        messages=messages,
+        tools=_tools(plan),
+        thinking=_thinking(plan),
+        preserve_thinking=_preserve_thinking(plan),
+        id=id,
+    )

@@ -16,6 +16,8 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from moonvit.errors import ConfigError
 
 PREFIX = "MOONVIT_"
+LOADING = ("model", "engine", "device", "dtype", "budget")
+"""What decides about the model and not about the server; the command line reads their variables."""
 
 Names = Annotated[tuple[str, ...], NoDecode]
 """Several words; in a variable they are separated by commas."""
@@ -31,7 +33,7 @@ class Settings(BaseSettings):
     api_key: SecretStr | None = Field(None, description="Requests must carry this key as 'Authorization: Bearer KEY'.")
     cors_origins: Names = Field((), description="Web origins whose pages may call the API; none by default.")
     max_body: ByteSize = Field(ByteSize(64 << 20), gt=0, description="Bytes of one request body.")
-    max_pending: ByteSize = Field(ByteSize(256 << 20), gt=0, description="Bytes of all request bodies held at once.")
+    max_pending: ByteSize = Field(ByteSize(256 << 20), gt=0, description="Bytes of bodies and fetched pictures held.")
     max_images: int = Field(32, ge=0, description="Pictures in one request, its history included.")
     max_running: int = Field(4, ge=1, description="Requests the engine works on at once.")
     max_waiting: int = Field(32, ge=0, description="Requests that may wait for their turn; the next one gets 429.")
@@ -86,7 +88,7 @@ def load_settings(**flags: Any) -> Settings:
         ConfigError: A value is not legal, two contradict each other, a field does not exist, or a ``MOONVIT_``
             variable looks like a misspelt setting.
     """
-    known = {PREFIX + name.upper(): name for name in Settings.model_fields}
+    known = [PREFIX + name.upper() for name in (*Settings.model_fields, *LOADING)]
     for variable in sorted(os.environ):
         if variable.startswith(PREFIX) and variable not in known:
             close = difflib.get_close_matches(variable, known, n=1, cutoff=0.9)

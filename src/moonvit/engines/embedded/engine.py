@@ -3,7 +3,7 @@
 A request is checked whole before anything is done for it: picture headers give grids, grids give placeholders, the
 prompt gives its length. Then, a step at a time and in turn with other requests: micro-batches through the vision
 encoder, chunks of the prompt through the decoder, tokens. Features take the place of placeholders in the embeddings, so
-a chunk may end anywhere, and a placeholder's id is never looked up.
+a placeholder's id is never looked up. A chunk never ends inside a picture.
 
 Shape suffixes: S positions of a sequence, M merged tokens, E language width, V vocabulary.
 """
@@ -36,15 +36,14 @@ from moonvit.engines.embedded.decoder import Decoder
 from moonvit.engines.embedded.sampling import Defaults, Sampler, StopStrings, check_sampling, defaults_from_dict
 from moonvit.engines.embedded.worker import Job, Steps, Worker
 from moonvit.errors import CheckpointError, ConfigError, EngineError, MoonvitError, RequestError, TooLargeError
-from moonvit.images import open_picture
-from moonvit.plan import Budget, Plan
+from moonvit.plan import Batch, Budget, Plan
 from moonvit.prompts import CallArguments, CallStart, ChatFormat, Content, Event, Prompt, Reasoning, chat_format
 from moonvit.prompts.messages import ImagePart
 from moonvit.sources import DEFAULT_LIMITS, FetchPolicy, Limits, fetch_bytes, is_address
 
 GENERATION = "generation_config.json"
 PREFILL = 512
-"""Positions of a prompt that go through the decoder at once."""
+"""Positions of a prompt that go through the decoder at once, unless a picture alone has more."""
 
 
 @dataclass
@@ -145,6 +144,7 @@ class EmbeddedEngine:
         limits: Limits = DEFAULT_LIMITS,
         fetch: FetchPolicy | None = None,
         name: str | None = None,
+        preserve_thinking: bool = False,
         prefill: int = PREFILL,
         max_active: int = 8,
         max_waiting: int = 64,
@@ -159,6 +159,7 @@ class EmbeddedEngine:
             limits: What untrusted pictures may be.
             fetch: Who may be asked for http(s) pictures; None refuses them all.
             name: What requests call the model; None takes the last part of the path.
+            preserve_thinking: As ``moonvit.prompts.chat_format`` takes it; a request may say otherwise.
             prefill: As in the constructor.
             max_active: As in the constructor.
             max_waiting: As in the constructor.
@@ -177,13 +178,13 @@ class EmbeddedEngine:
             raise CheckpointError(f"{path} is a file; an engine needs the directory of a checkpoint")
         _, raw = read_config(local)
         # What is wrong with the small files is said before the large ones are read.
-        prompts = chat_format(raw, local)
+        prompts = chat_format(raw, local, preserve_thinking=preserve_thinking)
         generation = read_json(local / GENERATION) if (local / GENERATION).is_file() else {}
         defaults = defaults_from_dict(generation)
         encoder = VisionEncoder.from_pretrained(
             local, device=device, dtype=dtype, budget=budget, limits=limits, fetch=fetch
         )
-        decoder = Decoder.from_directory(local, raw, device=device, dtype=encoder.dtype)
+        decoder = Decoder.from_directory(local, raw, device=encoder.device, dtype=encoder.dtype)
         engine = cls(
             encoder,
             decoder,
@@ -238,7 +239,7 @@ class EmbeddedEngine:
         finally:
             self._worker.cancel(job)
 
-    async def cost(self, request: GenerateRequest) -> RequestCost:
+    async def count_tokens(self, request: GenerateRequest) -> RequestCost:
         """Count a request without running the tower or the decoder.
 
         Args:
@@ -282,7 +283,13 @@ class EmbeddedEngine:
                 pictures = [self._brought(part, index) for index, part in enumerate(pictures)]
                 plan = self.encoder.plan([part.source for part in pictures])
         tokens = [grid.tokens for grid in plan.grids] if plan else []
-        prompt = self.prompts.render(request.messages, tokens, tools=request.tools, thinking=request.thinking)
+        prompt = self.prompts.render(
+            request.messages,
+            tokens,
+            tools=request.tools,
+            thinking=request.thinking,
+            preserve_thinking=request.preserve_thinking,
+        )
         return prompt, pictures, plan
 
     def _brought(self, part: ImagePart, index: int) -> ImagePart:
@@ -318,13 +325,14 @@ class EmbeddedEngine:
         features: list[torch.Tensor] = []
         if prepared.plan is not None:
             for batch in prepared.plan.batches:
-                features += self._encode(prepared, batch.indices)
+                features += self._encode(prepared, prepared.plan, batch)
                 yield None
         prepared.pictures.clear()
         cache = self.decoder.new_cache()
         length = len(prepared.prompt.ids)
-        for start in range(0, length, self._prefill):
-            stop = min(start + self._prefill, length)
+        stop = 0
+        while stop < length:
+            start, stop = stop, _chunk_end(prepared.prompt.spans, stop, self._prefill, length)
             embeddings_SE = self._embed(prepared.prompt, features, start, stop)
             if stop < length:
                 self.decoder.extend(embeddings_SE, cache)
@@ -333,13 +341,11 @@ class EmbeddedEngine:
         logits_V = self.decoder.next_logits(embeddings_SE, cache)
         yield from self._answer(request, prepared, logits_V, cache)
 
-    def _encode(self, prepared: _Prepared, indices: Sequence[int]) -> list[torch.Tensor]:
-        pictures, limits = prepared.pictures, self.encoder.limits
+    def _encode(self, prepared: _Prepared, plan: Plan, batch: Batch) -> list[torch.Tensor]:
+        pictures = prepared.pictures
         with _blaming(pictures):
-            opened = [open_picture(pictures[index].source, limits, index=index) for index in indices]
-        with _blaming(pictures, indices[0]):
-            encoded = self.encoder.encode(opened)
-        for index, features in zip(indices, encoded, strict=True):
+            encoded = self.encoder.encode_batch([part.source for part in pictures], plan, batch)
+        for index, features in zip(batch.indices, encoded, strict=True):
             found, expected = tuple(features.tensor.shape), (prepared.prompt.spans[index][1], self.decoder.width)
             if found != expected:
                 raise MoonvitError(
@@ -398,6 +404,15 @@ class EmbeddedEngine:
         )
 
 
+def _chunk_end(spans: Iterable[tuple[int, int]], start: int, most: int, length: int) -> int:
+    """Where the chunk of a prompt that begins at ``start`` ends: before a picture that it would cut, or behind it."""
+    stop = min(start + most, length)
+    for first, count in spans:
+        if first < stop < first + count:
+            return first if first > start else first + count
+    return stop
+
+
 def _as_delta(events: Iterable[Event], text: StopStrings, *, last: bool = False) -> Delta | None:
     """Events of the parser as one delta, cut at a stop string; None where there is nothing to say."""
     content, reasoning = "", ""
@@ -445,14 +460,14 @@ def _text_ids(prompt: Prompt) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _blaming(pictures: Sequence[ImagePart], first: int = 0) -> Iterator[None]:
-    """Let an error about picture n, counted from ``first``, name the client's own part of the request."""
+def _blaming(pictures: Sequence[ImagePart]) -> Iterator[None]:
+    """Let an error about picture n name the client's own part of the request."""
     try:
         yield
     except MoonvitError as error:
-        counted = re.fullmatch(r"(?:images|items|grids)\[(\d+)\]", error.param or "")
+        counted = re.fullmatch(r"(?:images|grids)\[(\d+)\]", error.param or "")
         if counted:
-            index = first + int(counted[1])
+            index = int(counted[1])
             error.param = pictures[index].param or f"images[{index}]"
         raise
 
