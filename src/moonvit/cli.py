@@ -231,7 +231,11 @@ def plan(
     items: Annotated[list[str], typer.Argument(help="Sizes such as 4000x3000, or picture files.", show_default=False)],
     model: Annotated[
         str | None,
-        typer.Option("--model", "-m", help="Family (kimi-vl, kimi-k2.5, kimi-k3), checkpoint directory or hub id."),
+        typer.Option(
+            "--model",
+            "-m",
+            help="Family (kimi-vl, kimi-k2.5, kimi-k3, demo), checkpoint directory or hub id.",
+        ),
     ] = None,
     dtype: Dtype = "bfloat16",
     budget: BudgetText = "auto",
@@ -282,11 +286,11 @@ def _size(item: str) -> tuple[int, int]:
 
 def _config(model: str | None) -> Any:
     """Configuration of a family name, or of a checkpoint."""
-    from moonvit.families import ALIASES, FAMILIES, family_config
+    from moonvit.families import ALIASES, FAMILIES, VARIANTS, family_config
 
     if model is not None and not Path(model).exists():
         known = model.lower()
-        if known in FAMILIES or known in ALIASES or known == "kimi-vl-2506" or "/" not in model:
+        if known in FAMILIES or known in ALIASES or known in VARIANTS or "/" not in model:
             return family_config(model)
     from moonvit.checkpoint import read_config, resolve
 

@@ -197,6 +197,20 @@ ALIASES: dict[str, Family] = {
 }
 """Other spellings of a family: the ``model_type`` of its config.json, and releases that share its tower."""
 
+VARIANTS: dict[str, VisionConfig] = {
+    "kimi-vl-2506": replace(FAMILIES["kimi-vl"], rule=replace(FAMILIES["kimi-vl"].rule, patch_limit=16384)),
+    "demo": replace(
+        FAMILIES["kimi-k2.5"],
+        hidden_size=192,
+        intermediate_size=768,
+        num_layers=6,
+        num_heads=3,
+        qkv_size=192,
+        text_hidden_size=192,
+    ),
+}
+"""Models that differ from the row of their family in some fields: a release of Kimi-VL, and the package's own model."""
+
 PREFIXES: dict[Family, tuple[str, str]] = {
     "kimi-vl": ("vision_tower.", "multi_modal_projector."),
     "kimi-k2.5": ("vision_tower.", "mm_projector."),
@@ -209,7 +223,7 @@ def family_config(name: str, **overrides: Any) -> VisionConfig:
     """The row of a family, with any field replaced.
 
     Args:
-        name: ``kimi-vl``, ``kimi-vl-2506``, ``kimi-k2.5``, ``kimi-k3``, or a spelling in ``ALIASES``.
+        name: A row of ``FAMILIES`` or ``VARIANTS``, or a spelling in ``ALIASES``.
         **overrides: Fields of ``VisionConfig``. Where ``hidden_size`` or ``num_heads`` is given and ``qkv_size`` is
             not, ``qkv_size`` follows ``hidden_size`` for the families in which they are equal.
 
@@ -220,15 +234,10 @@ def family_config(name: str, **overrides: Any) -> VisionConfig:
         ConfigError: The family or a field is unknown, or the fields contradict each other.
     """
     key = name.lower()
-    family: Any = ALIASES.get(key) or key
-    if key == "kimi-vl-2506":
-        base = FAMILIES["kimi-vl"]
-        base = replace(base, rule=replace(base.rule, patch_limit=16384))
-    elif family in FAMILIES:
-        base = FAMILIES[family]
-    else:
-        known = ", ".join([*FAMILIES, "kimi-vl-2506"])
-        raise ConfigError(f"unknown model family {name!r}; known: {known}", param="model")
+    rows: dict[str, VisionConfig] = {**FAMILIES, **VARIANTS}
+    base = rows.get(ALIASES.get(key, key))
+    if base is None:
+        raise ConfigError(f"unknown model family {name!r}; known: {', '.join(rows)}", param="model")
     unknown = sorted(set(overrides) - {field.name for field in fields(VisionConfig)})
     if unknown:
         raise ConfigError(f"unknown configuration field(s): {', '.join(unknown)}", param=unknown[0])

@@ -1,8 +1,9 @@
 """Pictures from anywhere to one upright ``Picture``: bytes, paths, URLs, PIL images, arrays. Every limit is held first.
 
 JPEG, PNG, WebP, GIF and BMP are read; content decides, never a name or a label. Everything else is refused with the
-name of its format. Sizes are checked from the header before a decoder sees the file, and Pillow's process-wide settings
-are neither changed nor relied on. Exif orientation is applied; colour profiles are not, as in the official processors.
+name of its format. Sizes are checked from the header before a decoder sees the file. Pillow's process-wide settings are
+not changed; one has its effect: a process that sets ``LOAD_TRUNCATED_IMAGES`` gets files that are cut short. Exif
+orientation is applied; colour profiles are not, as in the official processors.
 
 Pictures keep their own mode, since the resize rules differ by it, with these exceptions: 16 bits become 8 by their high
 byte, and premultiplied modes become plain ones.

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from moonvit.engines import default_model
 from moonvit.errors import ConfigError
 from moonvit.families import (
     ALIASES,
@@ -351,3 +352,11 @@ def test_every_field_is_documented() -> None:
     for kind in (VisionConfig, ImageRule):
         for field in fields(kind):
             assert f"        {field.name}: " in (kind.__doc__ or "")
+
+
+def test_the_row_of_the_demo_model_is_its_config() -> None:
+    folder = default_model()
+    raw, preprocessor = (
+        json.loads((folder / name).read_text()) for name in ("config.json", "preprocessor_config.json")
+    )
+    assert family_config("demo") == config_from_dict(raw, preprocessor)
