@@ -326,6 +326,42 @@ def check(
 
 
 @app.command()
+def compare(
+    checkpoint: Annotated[
+        str | None, typer.Argument(help="Checkpoint directory or hub id; the demo by default.")
+    ] = None,
+    images: Annotated[
+        list[str] | None, typer.Option("-i", "--image", help="A picture to compare on; may be given again.")
+    ] = None,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
+    as_json: Json = False,
+) -> None:
+    """Hold every layer against a plain float64 reference.
+
+    Says which layer diverges first on this device and in this dtype. Without pictures, four small random ones are used.
+    """
+    from moonvit.compare import compare as hold
+    from moonvit.compare import cut
+
+    encoder = _encoder(checkpoint, device, dtype, "auto")
+    with _console().status("comparing"):
+        if images:
+            found = hold(encoder.model, *cut(encoder.config, images))
+        else:
+            found = hold(encoder.model)
+    if as_json:
+        _print_json({"family": encoder.config.family, **found.to_dict()})
+    else:
+        rows = [
+            [stage.name, f"{stage.error:.2e}", f"{stage.limit:.2e}", "diverges" if stage.diverges else ""]
+            for stage in found.stages
+        ]
+        _table(f"{encoder.config.family}, {found.dtype} on {found.device}", ["stage", "error", "allowed", ""], rows)
+    found.check()
+
+
+@app.command()
 def models(as_json: Json = False) -> None:
     """List the model families and the demo model."""
     from moonvit.families import FAMILIES

@@ -18,6 +18,7 @@ MoonvitError                      500 server_error           exit 1
 │   └── CheckpointError               invalid_checkpoint
 ├── MissingDependencyError        500 missing_dependency     exit 5   also an ImportError
 ├── NonFiniteError                500 non_finite_features    exit 6
+├── DivergenceError               500 diverged               exit 9
 ├── OverloadedError               429 overloaded             exit 7
 └── EngineError                   503 engine_unavailable     exit 8
 
@@ -170,6 +171,13 @@ class NonFiniteError(MoonvitError):
 
     code = "non_finite_features"
     exit_code = 6
+
+
+class DivergenceError(MoonvitError):
+    """A stage of the tower differs from the reference by more than the gate."""
+
+    code = "diverged"
+    exit_code = 9
 
 
 class OverloadedError(MoonvitError):

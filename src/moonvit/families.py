@@ -234,7 +234,7 @@ def family_config(name: str, **overrides: Any) -> VisionConfig:
         ConfigError: The family or a field is unknown, or the fields contradict each other.
     """
     key = name.lower()
-    rows: dict[str, VisionConfig] = {**FAMILIES, **VARIANTS}
+    rows = {str(row): config for row, config in (*FAMILIES.items(), *VARIANTS.items())}
     base = rows.get(ALIASES.get(key, key))
     if base is None:
         raise ConfigError(f"unknown model family {name!r}; known: {', '.join(rows)}", param="model")

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from moonvit import errors
 from moonvit.engines import default_model
 
-COMMANDS = ("encode", "ask", "plan", "check", "models", "serve")
+COMMANDS = ("encode", "ask", "plan", "check", "compare", "models", "serve")
 
 
 def moonvit(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -98,6 +98,15 @@ def test_check_says_what_a_checkpoint_holds(tmp_path: Path) -> None:
     done = moonvit("check", str(tmp_path))
     assert done.returncode == errors.CheckpointError.exit_code
     assert done.stderr.startswith("moonvit: ") and done.stderr.count("\n") == 1
+
+
+def test_compare_holds_every_layer(picture: str) -> None:
+    document = json.loads(moonvit("compare", "-i", picture, "--json").stdout)
+    assert document["first"] is None and document["dtype"] == "float32"
+    assert [stage["name"] for stage in document["stages"]][:2] == ["embed", "block 0"]
+    assert all(0 < stage["error"] <= stage["limit"] == 1e-5 for stage in document["stages"])
+    shown = moonvit("compare", "--dtype", "bfloat16")
+    assert shown.returncode == 0 and "projector" in shown.stdout
 
 
 def test_models_lists_families_and_the_demo() -> None:

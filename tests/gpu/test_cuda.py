@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from moonvit import reference
 from moonvit.attention import attend, choose_backend, make_rotary, make_spans, rotate_, row_ranges
 from moonvit.families import FAMILIES
-from tests.parity import reference
 from tests.parity.cases import CLIPS, GATE, IMAGES, random_model, random_patches, tiny, wide
 from tests.unit.test_attention import GRIDS, RELEASED
 

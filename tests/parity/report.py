@@ -8,8 +8,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from moonvit import reference
 from moonvit.families import FAMILIES, VisionConfig
-from tests.parity import oracles, reference
+from tests.parity import oracles
 from tests.parity.cases import CLIPS, random_model, random_patches, tiny, wide
 
 IMAGES = [(1, 4, 6), (1, 16, 12), (1, 2, 2), (1, 18, 10)]

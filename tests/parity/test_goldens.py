@@ -11,9 +11,9 @@ from safetensors import safe_open
 from moonvit.checkpoint import load_tensors
 from moonvit.families import FAMILIES, config_from_dict
 from moonvit.model import VisionModel
+from moonvit.reference import max_relative_error
 from tests.parity.cases import GATE
 from tests.parity.make_goldens import CONFIGS, FOLDER, ORACLES
-from tests.parity.reference import max_relative_error
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,9 +12,9 @@ import torch
 
 from moonvit.families import VisionConfig
 from moonvit.model import VisionModel
+from moonvit.reference import max_relative_error
 from tests.parity import oracles
 from tests.parity.cases import CLIPS, GATE, IMAGES, random_model, random_patches, tiny, wide
-from tests.parity.reference import max_relative_error
 
 ALL_CLIPS = [grid for grids in CLIPS.values() for grid in grids]
 FEW = [(1, 4, 6), (1, 10, 8), (4, 2, 4), (2, 4, 6)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from moonvit import reference
 from moonvit.families import FAMILIES
 from moonvit.model import VisionModel
-from tests.parity import reference
 from tests.parity.cases import CLIPS, GATE, IMAGES, random_model, random_patches, tiny, wide
 
 FAMILY_NAMES = list(FAMILIES)
@@ -60,3 +60,11 @@ def test_low_precision_is_no_further_off_than_plain_pytorch(
     ours = model(patches, model.prepare(grids))
     assert all(features.dtype == dtype for features in ours)
     assert _distance(ours, exact) <= 1.1 * _distance(plain, exact)
+
+
+def test_a_nan_is_no_agreement() -> None:
+    fine, broken = torch.ones(3, 4), torch.full((3, 4), torch.nan)
+    for ours in ([fine, broken], [broken, fine]):
+        assert not reference.max_relative_error(ours, [fine, fine]) <= GATE
+    with pytest.raises(ValueError, match=r"\(3, 4\) and \(2, 4\)"):
+        reference.max_relative_error([fine], [fine[:2]])

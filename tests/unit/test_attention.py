@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moonvit import attention
 from moonvit.attention import Span, attend, axis_table, choose_backend, make_rotary, make_spans, rotate_, row_ranges
 from moonvit.errors import ConfigError
-from tests.parity.reference import full_rotary_table
+from moonvit.reference import full_rotary_table
 
 CPU = torch.device("cpu")
 RELEASED = [(16, 72), (12, 128)]

@@ -30,8 +30,8 @@ from moonvit.grids import Grid
 from moonvit.images import open_picture
 from moonvit.plan import Budget
 from moonvit.preprocess import patches_from, tokens_for
+from moonvit.reference import max_relative_error
 from tests.parity.cases import GATE, random_patches, tiny
-from tests.parity.reference import max_relative_error
 
 FAMILY_NAMES = list(FAMILIES)
 SIZES = [(100, 60), (300, 200), (28, 28), (60, 100), (29, 400)]

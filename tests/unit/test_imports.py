@@ -27,8 +27,10 @@ HOUSE: list[tuple[int, str, set[str]]] = [
     (2, "preprocess", {"PIL", "numpy"}),
     (3, "attention", {"torch"}),
     (3, "model", {"torch"}),
+    (3, "reference", {"torch"}),
     (4, "checkpoint", {"torch", "safetensors", "huggingface_hub"}),
     (5, "encoder", {"torch", "numpy"}),
+    (5, "compare", {"torch"}),
     (6, "prompts", {"tokenizers", "tiktoken"}),
     (7, "engines", {"torch", "transformers"}),
     (

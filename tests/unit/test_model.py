@@ -17,8 +17,8 @@ from moonvit.errors import ConfigError, EmptyInputError, GridError, InvalidInput
 from moonvit.families import FAMILIES, VisionConfig, family_config
 from moonvit.grids import Grid
 from moonvit.model import MLP, PositionTable, VisionModel, frame_table
+from moonvit.reference import max_relative_error, positions
 from tests.parity.cases import CLIPS, GATE, IMAGES, random_model, random_patches, tiny
-from tests.parity.reference import max_relative_error, positions
 
 FAMILY_NAMES = list(FAMILIES)
 VIDEO_FAMILIES = [name for name in FAMILY_NAMES if FAMILIES[name].pos_emb_time > 1]

@@ -18,6 +18,7 @@ NAMES = {
     "BudgetError",
     "CheckpointError",
     "ConfigError",
+    "DivergenceError",
     "EmptyInputError",
     "EngineError",
     "Features",
