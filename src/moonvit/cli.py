@@ -339,7 +339,7 @@ def compare(
 ) -> None:
     """Hold every layer against a plain float64 reference.
 
-    Says which layer diverges first on this device and in this dtype. Without pictures, four small random ones are used.
+    Says which layer diverges first on this device and in this dtype. Without pictures, small random ones are used.
     """
     from moonvit.compare import compare as hold
     from moonvit.compare import cut

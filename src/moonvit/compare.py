@@ -9,9 +9,10 @@ Shape suffixes: L patches of one image, D tower width, M tokens, K = 4D.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,10 @@ MOST = 4096
 """Patches of an image at most: the reference holds the scores of all pairs."""
 GRIDS = (Grid(1, 4, 6), Grid(1, 10, 16), Grid(1, 4, 6), Grid(1, 12, 2))
 """What is compared where no pictures are given."""
+CLIP = (4, 2, 6)
+"""What is compared as well where the tower takes clips, with as many frames as it takes."""
+ROWS = 96
+"""Rows of a chunk at most: ``GRIDS`` make several, with borders inside an image, so that borders are compared too."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Stage:
     Attributes:
         name: ``embed``, ``block 0`` and so on, ``merge``, ``projector``.
         error: Distance of the model to float64, relative.
-        limit: What it may be.
+        limit: What it may be; not finite where plain PyTorch overflows.
     """
 
     name: str
@@ -50,8 +55,8 @@ class Stage:
 
     @property
     def diverges(self) -> bool:
-        """Whether the error is over the limit, or no number."""
-        return not self.error <= self.limit
+        """Whether the error is over the limit, or not finite."""
+        return not math.isfinite(self.error) or self.error > self.limit
 
 
 @dataclass(frozen=True)
@@ -89,9 +94,14 @@ class Comparison:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The comparison as JSON-able values; an error that is no number is null."""
+        """The comparison as JSON-able values; an error or limit that is not finite is null."""
         rows = [
-            {**asdict(stage), "error": stage.error if stage.error == stage.error else None, "diverges": stage.diverges}
+            {
+                "name": stage.name,
+                "error": stage.error if math.isfinite(stage.error) else None,
+                "limit": stage.limit if math.isfinite(stage.limit) else None,
+                "diverges": stage.diverges,
+            }
             for stage in self.stages
         ]
         return {
@@ -105,14 +115,15 @@ class Comparison:
 
 @torch.no_grad()
 def compare(
-    model: VisionModel, patches: torch.Tensor | None = None, grids: Sequence[Grid] = GRIDS, seed: int = 0
+    model: VisionModel, patches: torch.Tensor | None = None, grids: Sequence[Grid] | None = None, seed: int = 0
 ) -> Comparison:
     """Run a model and the reference on the same images.
 
     Args:
-        model: In evaluation mode. Memory beyond its own: the float64 stages of one image, and one weight in float64.
+        model: In evaluation mode. Memory beyond its own: every stage of all images in its dtype, one stage of all
+            images and one weight in float64.
         patches: uint8 (L, 588) of all images; None draws them.
-        grids: The images.
+        grids: The images; None is ``GRIDS``, and a clip where the model takes clips.
         seed: Of the patches that are drawn.
 
     Returns:
@@ -121,6 +132,9 @@ def compare(
     Raises:
         GridError: An image has more than ``MOST`` patches, or the patches are not those of the grids.
     """
+    if grids is None:
+        frames = min(CLIP[0], model.config.pos_emb_time)
+        grids = GRIDS if frames == 1 else (*GRIDS, Grid(frames, *CLIP[1:]))
     for index, grid in enumerate(grids):
         if grid.patches > MOST:
             raise GridError(
@@ -131,24 +145,21 @@ def compare(
         total = sum(grid.patches for grid in grids)
         patches = torch.randint(0, 256, (total, 588), dtype=torch.uint8, generator=generator)
     with _captured(model) as found:
-        found["projector"] = model(patches.to(model.device), model.prepare(grids))
+        found["projector"] = model(patches.to(model.device), model.prepare(grids, ROWS))
     rows = [grid.patches for grid in grids]
     normalised = torch.tensor(NORMALISE)[patches.int()]
     state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
-    exact: dict[str, list[torch.Tensor]] = {}
-    plain: dict[str, list[torch.Tensor]] = {}
     half = model.dtype in (torch.bfloat16, torch.float16)
-    for grid, part_LC in zip(grids, torch.split(normalised, rows), strict=True):
-        for name, value in stages(state, model.config, part_LC, grid):
-            exact.setdefault(name, []).append(value)
-        if half:
-            for name, value in stages(state, model.config, part_LC, grid, model.dtype):
-                plain.setdefault(name, []).append(value)
+    images = list(zip(torch.split(normalised, rows), grids, strict=True))
+    exact = [stages(state, model.config, *image) for image in images]
+    plain = [stages(state, model.config, *image, model.dtype) for image in images] if half else []
     held = []
-    for name, theirs in exact.items():
-        ours = torch.split(torch.cat(found[name]).cpu(), [len(one) for one in theirs])
+    for step in zip(*exact, *plain, strict=True):  # all images stage by stage, so that one stage is held in float64
+        name, values = step[0][0], [value for _, value in step]
+        theirs, others = values[: len(images)], values[len(images) :]
+        ours = torch.split(torch.cat(found.pop(name)).cpu(), [len(one) for one in theirs])
         if half:
-            held.append(Stage(name, _distance(ours, theirs), HALF * _distance(plain[name], theirs)))
+            held.append(Stage(name, _distance(ours, theirs), HALF * _distance(others, theirs)))
         else:
             held.append(Stage(name, max_relative_error(ours, theirs), GATE))
     return Comparison(str(model.dtype).removeprefix("torch."), str(model.device), tuple(grids), tuple(held))

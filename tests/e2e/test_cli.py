@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from moonvit import errors
 from moonvit.engines import default_model
+from tests.tiny import write_k25, write_vl
 
 COMMANDS = ("encode", "ask", "plan", "check", "compare", "models", "serve")
 
@@ -107,6 +108,31 @@ def test_compare_holds_every_layer(picture: str) -> None:
     assert all(0 < stage["error"] <= stage["limit"] == 1e-5 for stage in document["stages"])
     shown = moonvit("compare", "--dtype", "bfloat16")
     assert shown.returncode == 0 and "projector" in shown.stdout
+
+
+def test_compare_takes_a_checkpoint_of_any_family(tmp_path: Path) -> None:
+    for family, write in (("kimi-k2.5", write_k25), ("kimi-vl", write_vl)):
+        write(tmp_path / family)
+        done = moonvit("compare", str(tmp_path / family), "--json")
+        document = json.loads(done.stdout)
+        assert done.returncode == 0 and document["family"] == family and document["first"] is None
+
+
+def test_compare_says_which_layer_diverges_and_leaves_with_its_code() -> None:
+    code = (
+        "import sys\nfrom moonvit.cli import main\nfrom moonvit.encoder import VisionEncoder as Encoder\n"
+        "load = Encoder.from_pretrained\n"
+        "def broken(*words, **options):\n"
+        "    encoder = load(*words, **options)\n"
+        "    block = encoder.model.vision_tower.encoder.blocks[3]\n"
+        "    block.wo.register_forward_hook(lambda part, inputs, output: output * 1.01)\n"
+        "    return encoder\n"
+        "Encoder.from_pretrained = broken\nsys.argv = ['moonvit', 'compare', '--json']\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == errors.DivergenceError.exit_code == 9
+    assert json.loads(done.stdout)["first"] == "block 3"
+    assert done.stderr.startswith("moonvit: block 3 ") and "1.00e-05" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_models_lists_families_and_the_demo() -> None:

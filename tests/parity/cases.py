@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from moonvit.compare import GATE as GATE
 from moonvit.families import VisionConfig, family_config
 from moonvit.model import VisionModel
-
-GATE = 1e-5
-"""Largest float32 difference, relative to the largest value, that counts as equal."""
 
 IMAGES = [(1, 4, 6), (1, 16, 16), (1, 12, 2), (1, 2, 2), (1, 18, 10)]
 CLIPS = {2: [(2, 10, 6), (2, 16, 16)], 3: [(3, 4, 6)], 4: [(4, 4, 6), (4, 2, 18)]}

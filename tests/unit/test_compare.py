@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from moonvit.compare import GRIDS, MOST, compare
 from moonvit.errors import DivergenceError, GridError
 from moonvit.families import FAMILIES
 from moonvit.grids import Grid
-from moonvit.model import VisionModel
+from moonvit.model import Block, Metadata, PositionTable, VisionModel
 from tests.parity.cases import random_model, tiny
 
 STAGES = ["embed", "block 0", "block 1", "block 2", "merge", "projector"]
@@ -74,3 +76,38 @@ def test_images_of_ones_own_are_compared_up_to_a_size() -> None:
     assert found.grids == (Grid(1, 4, 6),) != GRIDS
     with pytest.raises(GridError, match=f"at most {MOST}"):
         compare(model, None, [Grid(1, 4, 6), Grid(1, 66, 64)])
+
+
+def test_a_fault_in_later_chunks_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Block.forward
+
+    def broken(self: Block, hidden: torch.Tensor, kv: torch.Tensor, meta: Metadata) -> None:
+        forward(self, hidden, kv, meta)
+        assert len(meta.chunks) > 1
+        for chunk in meta.chunks[1:]:
+            hidden[chunk.start : chunk.stop].mul_(1.001)
+
+    monkeypatch.setattr(Block, "forward", broken)
+    first = compare(random_model(tiny("kimi-vl"))).first
+    assert first is not None and first.name == "block 0"
+
+
+def test_a_fault_in_clips_alone_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    add = PositionTable.add_to_
+    monkeypatch.setattr(
+        PositionTable, "add_to_", lambda self, hidden, meta: add(self, hidden, replace(meta, frame_TD=None))
+    )
+    assert compare(random_model(tiny("kimi-vl"))).first is None  # takes none
+    first = compare(random_model(tiny("kimi-k2.5"))).first
+    assert first is not None and first.name == "embed"
+
+
+def test_an_overflow_is_named_where_it_happens() -> None:
+    model = random_model(tiny("kimi-k2.5"), torch.float16)
+    with torch.no_grad():  # finite weights whose product is not: plain PyTorch overflows as well
+        model.vision_tower.encoder.blocks[1].mlp.fc0.weight.mul_(1e3)
+        model.vision_tower.encoder.blocks[1].mlp.fc1.weight.mul_(3e4)
+    assert all(weight.isfinite().all() for weight in model.parameters())
+    found = compare(model)
+    assert found.first is not None and found.first.name == "block 1"
+    assert json.dumps(found.to_dict(), allow_nan=False)
