@@ -193,4 +193,4 @@ def max_relative_error(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tens
         if a.shape != b.shape:
             raise ValueError(f"shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be compared")
         errors.append((a.double() - b.double()).abs().max() / b.double().abs().max())
-    return float(torch.stack(errors).max())  # the builtin max would lose a NaN
+    return float(torch.stack(errors).max().detach())  # the builtin max would lose a NaN
