@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -103,7 +103,6 @@ class Batch:
     ids_ST: Tensor
     flags_ST: Tensor
     kinds: Tensor
-    sort: str = field(default="")
 
 
 def patchify(image: Image.Image, h: int, w: int) -> np.ndarray[Any, Any]:

@@ -122,7 +122,7 @@ class PosEmb(nn.Module):
 
     def __init__(self, height: int, width: int, dim: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(height, width, dim) * 0.02)
+        self.weight = nn.Parameter(torch.zeros(height, width, dim))
 
     def forward(self, h: int, w: int) -> Tensor:
         table = self.weight.float().permute(2, 0, 1)[None]

@@ -324,8 +324,8 @@ def main() -> None:
         else:
             dense, named = trainer.page_step(batch, rate)
             read = [read[0] + named, read[1] + 1]
-        if not math.isfinite(dense):
-            raise SystemExit(f"dense loss {dense} at step {trainer.steps}")
+        if not math.isfinite(dense + sums[0]):
+            raise SystemExit(f"dense loss {dense}, answer losses {sums[0]} at step {trainer.steps}")
         if options.rank == 0 and now - last > 60:
             trainer.spent = already + now - begin
             row = {

@@ -50,6 +50,7 @@ def test_help_names_every_command_and_loads_no_torch() -> None:
 def test_every_command_explains_itself(command: str) -> None:
     done = moonvit(command, "--help")
     assert done.returncode == 0 and "Usage" in done.stdout and len(done.stdout.splitlines()) > 5
+    assert ("--json" in done.stdout) == (command != "serve")
 
 
 def test_plan_needs_no_weights_and_no_torch(picture: str) -> None:

@@ -1,7 +1,8 @@
 """Pictures of a request: brought, taken out of their wrapping and checked, all of it off the event loop.
 
 What leaves this room is the encoded picture as bytes, so a waiting request holds no decoded pixels, and the engine
-never sees an address. Addresses are fetched before a request waits for its turn: a slow host delays nobody else.
+never sees an address. Addresses are fetched before a request waits for its turn: a slow host holds up other
+fetches at most.
 """
 
 from __future__ import annotations
