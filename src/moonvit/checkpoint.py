@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from moonvit.errors import CheckpointError, InvalidInputError, MissingDependencyError
-from moonvit.families import PREFIXES, VisionConfig, config_dicts, config_from_dict
+from moonvit.families import PREFIXES, VisionConfig, config_dicts, config_from_dict, read_json
 from moonvit.model import VisionModel
 
 Spelling = Literal["official", "transformers", "runtime"]
@@ -351,8 +352,9 @@ def shards_with(path: str | Path, wanted: Callable[[str], bool]) -> dict[Path, l
     shards: dict[Path, list[str]] = {}
     for name, file in weight_map.items():
         if wanted(name):
-            if not isinstance(file, str) or Path(file).name != file:
-                raise CheckpointError(f"{path / INDEX}: {name} is said to be in {file!r}, which is not a file name")
+            if not isinstance(file, str) or Path(file).name != file or len(file) > 255:
+                shown = repr(file)[:100]
+                raise CheckpointError(f"{path / INDEX}: {name} is said to be in {shown}, which is not a file name")
             shards.setdefault(path / file, []).append(name)
     absent = [shard.name for shard in shards if not shard.is_file()]
     if absent:
@@ -422,27 +424,6 @@ def read_tensors(shards: Mapping[Path, list[str]]) -> Iterator[tuple[str, torch.
                 yield name, tensors.get_tensor(name)
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Args:
-        file: Which.
-
-    Returns:
-        Its content.
-
-    Raises:
-        CheckpointError: It is not there, not JSON, or not an object.
-    """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} holds {type(content).__name__}, expected an object")
-    return content
-
-
 def read_config(path: str | Path) -> tuple[VisionConfig, dict[str, Any]]:
     """Read the configuration of a checkpoint.
 
@@ -478,9 +459,14 @@ def resolve(path: str | Path, *, whole: bool = False) -> Path:
         CheckpointError: It is neither here nor on the hub.
         MissingDependencyError: It looks like a hub id, and ``huggingface_hub`` is not installed.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise CheckpointError(f"a checkpoint cannot be found by {type(path).__name__}; give a path or owner/name")
     local = Path(path)
-    if local.exists():
-        return local
+    try:
+        if local.exists():
+            return local
+    except (OSError, ValueError) as error:  # a name that is too long, or holds a NUL
+        raise CheckpointError(f"{str(path)[:100]!r} is not a path: {error}") from None
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(path)):
         raise CheckpointError(f"{path} is not a directory or file here, nor an owner/name on the hub")
     try:
@@ -501,7 +487,8 @@ def resolve(path: str | Path, *, whole: bool = False) -> Path:
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path} is not here, and the hub did not give it: {error}") from error
+        why = " ".join(str(error).split())[:300]  # some of the hub's messages have several lines
+        raise CheckpointError(f"{path} is not here, and the hub did not give it: {why}") from error
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------
@@ -553,8 +540,13 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata
     Raises:
         InvalidInputError: The file cannot be written.
     """
+    # safetensors renames a private file into place: links are followed first, and others may read the result.
+    path = Path(path).resolve()
     try:
         save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)
+        mask = os.umask(0)
+        os.umask(mask)
+        path.chmod(0o666 & ~mask)
     except (OSError, SafetensorError) as error:
         raise InvalidInputError(f"{path} cannot be written: {str(error)[:200]}", param="out") from None
 

@@ -46,7 +46,7 @@ BudgetText = Annotated[str, typer.Option("--budget", help=_BUDGET_HELP)]
 def _console() -> Console:
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def _print_json(document: Any) -> None:
@@ -63,7 +63,8 @@ def _table(title: str, columns: list[str], rows: list[list[str]], right: int = 1
         table.add_column(column, justify="right" if number >= right else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False, soft_wrap=not sys.stdout.isatty()).print(table)
+    # Names of files are shown as they are: brackets in them are no markup.
+    Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty()).print(table)
 
 
 def _bytes(count: int) -> str:
@@ -117,8 +118,8 @@ def encode(
     The file given with -o holds one tensor for each picture, features.0, features.1 and so on, of shape (tokens,
     language width), and the pictures' names and sizes in its metadata.
     """
-    if out is not None and not out.parent.is_dir():
-        raise InvalidInputError(f"{out} cannot be written: there is no directory {out.parent}", param="out")
+    if out is not None:
+        _check_out(out, images)
     encoder = _encoder(model, device, dtype, budget)
     plan = encoder.plan(images)
     results = []
@@ -163,6 +164,17 @@ def encode(
     )
     if out is not None:
         typer.echo(f"written to {out}")
+
+
+def _check_out(out: Path, images: list[str]) -> None:
+    """Refuse to write where something would be lost, before any work."""
+    if not out.parent.is_dir():
+        raise InvalidInputError(f"{out} cannot be written: there is no directory {out.parent}", param="out")
+    if out.exists() and not out.is_file():
+        raise InvalidInputError(f"{out} is no regular file and cannot be written over", param="out")
+    for image in images:
+        if out.exists() and _exists(image) and out.samefile(image):
+            raise InvalidInputError(f"{out} is one of the pictures and would be lost", param="out")
 
 
 def _shown(image: str) -> str:
@@ -274,21 +286,30 @@ def _show_plan(made: Plan, family: str, items: list[str]) -> None:
 def _size(item: str) -> tuple[int, int]:
     import re
 
-    match = re.fullmatch(r"(\d+)[xX×](\d+)", item)
+    match = re.fullmatch(r"([0-9]+)[xX×]([0-9]+)", item)
     if match:
+        if max(map(len, match.groups())) > 10:
+            raise InvalidInputError(f"{_shown(item)!r}: a side of more than 10 digits")
         return int(match[1]), int(match[2])
     from moonvit.images import picture_size
 
-    if not item.lower().startswith("data:") and not Path(item).exists():
+    if not item.lower().startswith("data:") and not _exists(item):
         raise InvalidInputError(f"{_shown(item)!r} is neither a size such as 4000x3000 nor a file that exists")
     return picture_size(item)
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):  # a name that is too long, or holds a NUL
+        return False
 
 
 def _config(model: str | None) -> Any:
     """Configuration of a family name, or of a checkpoint."""
     from moonvit.families import ALIASES, FAMILIES, VARIANTS, family_config
 
-    if model is not None and not Path(model).exists():
+    if model is not None and not _exists(model):
         known = model.lower()
         if known in FAMILIES or known in ALIASES or known in VARIANTS or "/" not in model:
             return family_config(model)
@@ -449,7 +470,9 @@ def serve(
 def main() -> None:
     """Run the command line and leave with the exit code of what went wrong, if anything did."""
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)  # typer gives the code of an interruption back instead of raising it
+        if code:
+            raise SystemExit(code)
     except MoonvitError as error:
         typer.echo(f"moonvit: {error.message}", err=True)
         raise SystemExit(error.exit_code) from None

@@ -249,6 +249,8 @@ class VisionEncoder:
             BudgetError: An image needs more than the budget.
             NonFiniteError: The model gave NaN or infinity.
         """
+        if not isinstance(grids, Iterable):
+            raise GridError(f"grids are {type(grids).__name__}: expected a grid or a list of grids", param="grids")
         checked = as_grids([grids] if isinstance(grids, Grid) or _is_sides(grids) else grids)
         pack = _as_tensor(patches)
         _match_rows(pack, checked)
@@ -355,6 +357,8 @@ def _param(index: int) -> str:
 
 def _as_tensor(patches: Any) -> torch.Tensor:
     if isinstance(patches, torch.Tensor):
+        if patches.layout != torch.strided or patches.is_meta:
+            raise InvalidInputError("patches are a sparse or meta tensor: expected values in rows", param="patches")
         return patches
     if not isinstance(patches, np.ndarray) or patches.dtype.name not in _ARRAYS:
         what = f"an array of {patches.dtype}" if isinstance(patches, np.ndarray) else type(patches).__name__

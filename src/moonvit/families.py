@@ -7,12 +7,14 @@ and Kimi-K3; what those files leave to the modelling code (norm epsilon, RoPE ba
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from moonvit.errors import ConfigError
+from moonvit.errors import CheckpointError, ConfigError
 from moonvit.grids import MAX_SIDE
 
 PATCH = 14
@@ -23,6 +25,21 @@ TORCH_RMS_EPS = 1.1920928955078125e-07
 """What ``nn.RMSNorm`` without an epsilon uses since torch 2.7: the float32 machine epsilon."""
 
 Family = Literal["kimi-vl", "kimi-k2.5", "kimi-k3"]
+
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "family": ("kimi-vl", "kimi-k2.5", "kimi-k3"),
+    "norm": ("layernorm", "rmsnorm"),
+    "pos_emb_mode": ("bicubic", "bilinear"),
+    "projector": ("pre_norm", "post_norm"),
+    "kind": ("navit", "kimi-vl"),
+    "alpha": ("white", "chessboard", "drop"),
+}
+
+
+def _check_choice(name: str, value: Any) -> None:
+    if value not in _CHOICES[name]:
+        raise ConfigError(f"{name} = {value!r}, must be one of {', '.join(_CHOICES[name])}", param=name)
 
 
 @dataclass(frozen=True)
@@ -53,15 +70,24 @@ class ImageRule:
     token_limit: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least, most in (("patch_limit", 1, None), ("side_limit", 2, MAX_SIDE), ("token_limit", 1, None)):
+        whole: tuple[tuple[str, int, int | None], ...] = (
+            ("patch_limit", 1, None),
+            ("side_limit", 2, MAX_SIDE),
+            ("frame_patch_limit", 0, None),
+            ("token_limit", 1, None),
+        )
+        for name, least, most in whole:
             value = getattr(self, name)
             if value is None and name == "token_limit":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least or (most and value > most):
                 allowed = f"at least {least}" if most is None else f"{least} to {most}"
                 raise ConfigError(f"{name} = {value!r}, allowed are whole numbers of {allowed}", param=name)
-        if not isinstance(self.pad, bool):
-            raise ConfigError(f"pad = {self.pad!r}, must be true or false", param="pad")
+        for name in ("pad", "rgb_first"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} = {getattr(self, name)!r}, must be true or false", param=name)
+        for name in ("kind", "alpha"):
+            _check_choice(name, getattr(self, name))
         if not self.pad and self.kind != "kimi-vl":
             raise ConfigError("pad is false, but only Kimi-VL has a rule that crops", param="pad")
         if self.token_limit is not None and not self.pad:
@@ -122,11 +148,15 @@ class VisionConfig:
         for field in fields(self):  # their types are text here, from __future__
             name, value = field.name, getattr(self, field.name)
             if field.type == "int":
-                least = 0 if name == "num_layers" else 1
-                if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                    raise ConfigError(f"{name} = {value!r}, must be a whole number of at least {least}", param=name)
+                least, most = (0, 1000) if name == "num_layers" else (1, 2**31 - 1)
+                if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                    raise ConfigError(f"{name} = {value!r}, must be a whole number of {least} to {most}", param=name)
             elif field.type == "float" and not (isinstance(value, (int, float)) and 0 < value < math.inf):
                 raise ConfigError(f"{name} = {value!r}, must be a number above 0", param=name)
+            elif name in _CHOICES:
+                _check_choice(name, value)
+            elif name == "rule" and not isinstance(value, ImageRule):
+                raise ConfigError(f"rule = {value!r}, must be an ImageRule", param=name)
             elif field.type == "bool" and not isinstance(value, bool):
                 raise ConfigError(f"{name} = {value!r}, must be true or false", param=name)
         if self.qkv_size % self.num_heads or self.head_dim % 4:
@@ -248,6 +278,28 @@ def family_config(name: str, **overrides: Any) -> VisionConfig:
 
 # ---- config.json ----------------------------------------------------------------------------------------------------
 
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Args:
+        file: Which.
+
+    Returns:
+        Its content.
+
+    Raises:
+        CheckpointError: It is not there, not JSON, or not an object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds {type(content).__name__}, expected an object")
+    return content
+
+
 _SPELLINGS: dict[str, tuple[str, ...]] = {
     "hidden_size": ("vt_hidden_size", "hidden_size"),
     "intermediate_size": ("vt_intermediate_size", "intermediate_size"),
@@ -354,16 +406,14 @@ def config_from_dict(config: Any, preprocessor: Mapping[str, Any] | None = None)
             raise ConfigError(
                 f"vision_config.{name} = {value!r} is not supported; supported: {allowed[0]!r}", param=name
             )
-    if "norm" in found and found["norm"] not in ("layernorm", "rmsnorm"):
-        raise ConfigError(f"vision_config.norm_type = {found['norm']!r} is not layernorm or rmsnorm", param="norm_type")
-    if "pos_emb_mode" in found and found["pos_emb_mode"] not in ("bicubic", "bilinear"):
-        raise ConfigError(
-            f"vision_config.pos_emb_interpolation_mode = {found['pos_emb_mode']!r} is not bicubic or bilinear",
-            param="pos_emb_interpolation_mode",
-        )
+    for field in ("norm", "pos_emb_mode"):
+        spelling = _SPELLINGS[field][0]
+        if field in found and found[field] not in _CHOICES[field]:
+            choices = " or ".join(_CHOICES[field])
+            raise ConfigError(f"vision_config.{spelling} = {found[field]!r} is not {choices}", param=spelling)
     kind = _get(vision, "mm_projector_type")
     if kind is not None:
-        if kind not in _PROJECTORS:
+        if not isinstance(kind, str) or kind not in _PROJECTORS:
             raise ConfigError(f"vision_config.mm_projector_type = {kind!r} is not supported", param="mm_projector_type")
         found["projector"] = _PROJECTORS[kind]
     if family == "kimi-vl":
@@ -432,7 +482,7 @@ def rule_from_dict(config: VisionConfig, preprocessor: Mapping[str, Any]) -> Ima
             "chessboard_gray_value": 180,
         }
         # Settings that are left out have other values in the official code than the released ones.
-        if dict(background) != released or "transparent_bg_fill_stage" not in settings:
+        if background != released or "transparent_bg_fill_stage" not in settings:
             raise ConfigError(
                 f"transparent_bg_config = {background!r} at stage "
                 f"{settings.get('transparent_bg_fill_stage', 'before_resize')!r} is not supported; supported: "

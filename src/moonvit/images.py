@@ -198,7 +198,10 @@ def _content(source: Any, limits: Limits, fetch: FetchPolicy | None, index: int,
     """The encoded bytes of anything that has some."""
     if _is_path(source):
         with _open_file(source, limits, index, allow_paths) as stream:
-            content = stream.read(limits.max_bytes + 1)
+            try:
+                content = stream.read(limits.max_bytes + 1)
+            except OSError as error:
+                raise failure(ImageError, index, f"the file cannot be read: {error.strerror or error}") from None
     elif isinstance(source, str):
         if is_data_url(source):
             return data_url_bytes(source, limits, index)

@@ -413,7 +413,12 @@ class VisionModel(nn.Module):
 
         Returns:
             The model.
+
+        Raises:
+            ConfigError: The seed is no whole number from 0 on.
         """
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+            raise ConfigError(f"seed = {seed!r}, must be a whole number of 0 to {2**63 - 1}", param="seed")
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)

@@ -96,6 +96,9 @@ def resize_plan(rule: ImageRule, width: int, height: int) -> Resized:
             or more on a side.
         GridError: A rule that crops leaves no patches, or an odd number of them.
     """
+    for side in (width, height):
+        if isinstance(side, bool) or not hasattr(side, "__index__"):
+            raise ImageError(f"picture of {width!r} x {height!r} pixels: {side!r} is not a whole number")
     if width < 1 or height < 1:
         raise ImageError(f"picture of {width} x {height} pixels: a side must be at least 1")
     if width > LONGEST or height > LONGEST:

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 
-from moonvit import errors
+from moonvit import cli, errors
 from moonvit.engines import default_model
 from tests.tiny import write_k25, write_vl
 
@@ -79,6 +79,14 @@ def test_encode_writes_features(picture: str, tmp_path: Path) -> None:
     assert list(tensors[0].shape) == document["images"][0]["shape"] == [20, 192]
     assert described[1]["source_size"] == [120, 90]
     assert tensors[0].equal(tensors[1]) and tensors[0].isfinite().all() and tensors[0].std() > 0
+
+
+def test_encode_does_not_write_over_a_picture(picture: str) -> None:
+    before = Path(picture).read_bytes()
+    done = moonvit("encode", picture, "-o", picture)
+    assert done.returncode == errors.InvalidInputError.exit_code, done.stderr
+    assert "is one of the pictures and would be lost" in done.stderr
+    assert Path(picture).read_bytes() == before
 
 
 def test_ask_and_the_same_seed_give_the_same_text(picture: str) -> None:
@@ -149,6 +157,12 @@ def test_models_lists_families_and_the_demo() -> None:
         (("plan", "-m", "kimi-k9", "10x10"), errors.ConfigError, "kimi-k9"),
         (("plan", "-m", "kimi-vl", "20000x1"), errors.ImageError, "20000 x 1"),
         (("plan", "nothing.png"), errors.InvalidInputError, "nothing.png"),
+        (("plan", "[bold]x.png"), errors.InvalidInputError, "[bold]x.png"),
+        (("plan", "n" * 300), errors.InvalidInputError, "neither a size"),
+        (("plan", "9" * 5000 + "x9"), errors.InvalidInputError, "more than 10 digits"),
+        (("check", "n" * 300), errors.CheckpointError, "nnn"),
+        (("encode", "nothing.png", "-o", "/dev/null"), errors.InvalidInputError, "/dev/null is no regular file"),
+        (("encode", "nothing.png", "-o", "/no/such/x.safetensors"), errors.InvalidInputError, "no directory /no/such"),
         (("plan", "-m", "kimi-k3", "4000x3000", "--budget", "1MiB"), errors.BudgetError, "1048576"),
         (("plan", "-m", "kimi-k3", "4000x3000", "--budget", "lots"), errors.ConfigError, "lots"),
         (("encode", "nothing.png"), errors.ImageError, "nothing.png"),
@@ -161,6 +175,17 @@ def test_errors_are_one_line_with_their_exit_code(
     done = moonvit(*words)
     assert done.returncode == error.exit_code, done.stderr
     assert said in done.stderr and done.stderr.count("\n") == 1 and done.stdout == ""
+
+
+def test_an_interruption_has_its_own_code(monkeypatch: pytest.MonkeyPatch, picture: str) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_encoder", interrupted)
+    monkeypatch.setattr(sys, "argv", ["moonvit", "encode", picture])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 130
 
 
 def test_a_wrong_option_is_refused() -> None:

@@ -12,10 +12,6 @@ from tests.live import image_part, live, solid, user
 
 SAMPLES = default_model() / "samples"
 
-pytestmark = pytest.mark.skipif(
-    not (default_model() / "config.json").exists(), reason="the demo model is not built: make demo-model"
-)
-
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:

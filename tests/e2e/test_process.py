@@ -42,7 +42,7 @@ class Process:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line)
-            found = re.search(r"running on (http://[\d.:]+)", line)
+            found = re.search(r"served on (http://[\d.:]+)", line)
             if found:
                 self.base = found[1]
                 self._ready.set()

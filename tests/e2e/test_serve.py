@@ -6,12 +6,14 @@ import base64
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
 
 from moonvit.engines import default_model
+from moonvit.errors import ConfigError
 from tests.live import web
 
 SERVE = [sys.executable, "-m", "moonvit", "serve"]
@@ -43,6 +45,25 @@ def test_it_answers_about_a_picture_and_stops_when_told() -> None:
             process.send_signal(signal.SIGTERM)
         process.stderr.read()
         assert process.wait(30) == -signal.SIGTERM  # uvicorn ends in order, then by the signal it was sent
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = subprocess.run([*SERVE, "--port", str(port)], capture_output=True, text=True, timeout=60, check=False)
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.returncode == ConfigError.exit_code
+
+
+def test_ctrl_c_stops_it_in_order() -> None:
+    with subprocess.Popen([*SERVE, "--port", "0"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        while "http://127.0.0.1" not in (line := process.stderr.readline()):
+            assert line, "it ended before it served"
+        process.send_signal(signal.SIGINT)
+        assert "Traceback" not in process.stderr.read()
+        assert process.wait(30) == 0
 
 
 @pytest.mark.parametrize(

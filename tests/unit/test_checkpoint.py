@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import types
 from pathlib import Path
@@ -127,10 +128,12 @@ def test_an_index_that_promises_more_than_its_shard_holds(k25: VisionModel, tmp_
     ("content", "message"),
     [
         ("{", "cannot be read as JSON"),
+        ("[" * 100_000, "cannot be read as JSON"),
         ("[]", "expected an object"),
         ("{}", "has no weight_map"),
         ('{"weight_map": {"vision_tower.x": "../x.safetensors"}}', r"'\.\./x\.safetensors', which is not a file name"),
         ('{"weight_map": {"vision_tower.x": 7}}', "in 7, which is not a file name"),
+        ('{"weight_map": {"vision_tower.x": "%s"}}' % ("n" * 300), "nnn.*, which is not a file name"),
     ],
 )
 def test_a_broken_index(k25: VisionModel, tmp_path: Path, content: str, message: str) -> None:
@@ -474,6 +477,17 @@ def test_check_vision_names_tensors_that_are_not_finite(k25: VisionModel, tmp_pa
     write(state, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"1 missing: mm_projector\.pre_norm\.bias"):
         check_vision(tmp_path)
+
+
+def test_save_tensors_follows_links_and_leaves_a_file_others_may_read(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    before = os.umask(0o027)
+    try:
+        save_tensors({"a": torch.zeros(1)}, tmp_path / "link", {})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "there").stat().st_mode & 0o777 == 0o640
 
 
 def test_save_tensors_takes_them_as_they_are(tmp_path: Path) -> None:

@@ -320,6 +320,12 @@ def test_patches_that_are_no_patches(enc: VisionEncoder, no_work: None) -> None:
         enc.encode_patches(torch.zeros(4, 588, dtype=torch.int32), [(2, 2)])
     with pytest.raises(GridError, match="0 rows"):
         enc.encode_patches(torch.tensor(1.0), [(2, 2)])
+    for empty in (torch.zeros(4, 588, device="meta"), torch.zeros(4, 588).to_sparse()):
+        with pytest.raises(InvalidInputError, match="sparse or meta tensor"):
+            enc.encode_patches(empty, [(2, 2)])
+    for grids in (None, 5):
+        with pytest.raises(GridError, match="expected a grid or a list of grids"):
+            enc.encode_patches(torch.zeros(4, 588), grids)  # type: ignore[arg-type]
 
 
 def test_arrays_that_torch_does_not_take_as_they_are(enc: VisionEncoder) -> None:
@@ -430,6 +436,9 @@ def test_bfloat16_weights_run_in_every_dtype(tmp_path: Path) -> None:
 def test_the_seed_is_the_model() -> None:
     one, again, other = (small("kimi-k2.5", seed=seed).encode(PICTURES[0])[0].tensor for seed in (1, 1, 2))
     assert torch.equal(one, again) and not torch.equal(one, other)
+    for wrong in ("a", 2**70, -1, 1.5, True):
+        with pytest.raises(ConfigError, match="seed = "):
+            small("kimi-k2.5", seed=wrong)
 
 
 def test_a_model_of_ones_own_can_be_wrapped() -> None:

@@ -146,6 +146,12 @@ def test_no_pixels(name: str, size: tuple[int, int]) -> None:
         tokens_for(name, *size)
 
 
+@pytest.mark.parametrize("size", [("4000", 3000), (4000, None), (4000.5, 3000), (True, 3000)])
+def test_sizes_that_are_no_whole_numbers(size: Any) -> None:
+    with pytest.raises(ImageError, match="is not a whole number"):
+        tokens_for("kimi-k3", *size)
+
+
 def test_a_rule_that_crops() -> None:
     rule = replace(VL, pad=False)
     resized = resize_plan(rule, 69, 40)

@@ -99,6 +99,7 @@ def test_nan_and_infinity_are_errors_and_not_token_zero(value: float, temperatur
         (Sampling(seed=2**64), "seed", f"seed = {2**64}, allowed"),
         (Sampling(stop=("a", "")), "stop", "empty string"),
         (Sampling(stop=tuple("abcdefghijklmnopq")), "stop", "17 strings, allowed 16"),
+        (Sampling(stop=("a" * 1001,)), "stop", "a string of 1001 characters, allowed 1000"),
     ],
 )
 def test_settings_out_of_range_are_refused_by_name(sampling: Sampling, param: str, message: str) -> None:
@@ -123,6 +124,8 @@ def test_the_model_says_how_it_wants_to_be_sampled() -> None:
     assert defaults_from_dict({"do_sample": True}) == Defaults(1.0, 1.0)
     with pytest.raises(ConfigError, match=r"generation_config\.json: temperature = -1"):
         defaults_from_dict({"do_sample": True, "temperature": -1})
+    with pytest.raises(ConfigError, match=r"generation_config\.json: top_p = '0\.9' is not a number"):
+        defaults_from_dict({"do_sample": True, "top_p": "0.9"})
     sampler = Sampler(Sampling(top_p=0.5), Defaults(0.7, 0.9))
     assert (sampler.temperature, sampler.top_p) == (0.7, 0.5)
     assert Sampler(Sampling(temperature=0.0), Defaults(0.7, 0.9)).temperature == 0.0

@@ -168,6 +168,8 @@ def test_defaults_leave_the_choice_to_the_model() -> None:
         ("stop", ""),
         ("stop", [""]),
         ("stop", ["a"] * 5),
+        ("stop", "a" * 1001),
+        ("stop", ["a" * 1001]),
         ("stop", 5),
         ("stream", "true"),
         ("model", 5),
@@ -344,6 +346,8 @@ def test_empty_messages_are_refused_by_index() -> None:
     for content in ([], "", None, [text("")]):
         error = turn_refused(*HELLO, {"role": "user", "content": content})
         assert error.param == "messages[1].content"
+        # An answer that was cut before its first word is legal history.
+        assert messages(*HELLO, {"role": "assistant", "content": content})[1].parts == ()
     assert turn_refused(*HELLO, {"role": "user"}).param == "messages[1].content"
     assert turn_refused({"role": "tool", "tool_call_id": "c", "content": ""}).param == "messages[0].content"
 
@@ -404,6 +408,22 @@ def test_the_body_must_be_an_object(document: Any) -> None:
         parse_chat(document, max_images=1)
     with pytest.raises(RequestError, match="must be a JSON object"):
         parse_plan(document, max_images=1)
+
+
+def test_endless_lists_are_refused_before_they_are_looked_through() -> None:
+    wrong: Any = {"messages": [{"role": "user", "content": [[] for _ in range(100_001)]}]}
+    with pytest.raises(RequestError, match="the body holds more than 100000 values"):
+        parse_chat(wrong, max_images=1)
+    for count, param in ((2049, "messages[0].content"), (2048, None)):
+        turns = [{"role": "user", "content": [text("x")] * count}]
+        if param is None:
+            assert len(messages(*turns)[0].parts) == 2048
+        else:
+            assert turn_refused(*turns).param == param
+    assert refused(messages=HELLO * 2049).param == "messages"
+    with pytest.raises(RequestError, match="2048") as caught:
+        parse_plan({"sizes": [[56, 56]] * 2049}, max_images=9999)
+    assert caught.value.param == "sizes"
 
 
 # ---- plan requests --------------------------------------------------------------------------------------------------

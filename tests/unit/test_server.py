@@ -677,7 +677,11 @@ def test_api_key(engine: FakeEngine) -> None:
 
 
 def test_cross_origin_calls_are_off_by_default(engine: FakeEngine) -> None:
-    preflight = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    preflight = {
+        "origin": "https://a.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization, x-stainless-lang",
+    }
     with live(engine) as base:
         assert web.options(f"{base}/v1/chat/completions", headers=preflight).status_code == 405
         response = web.get(f"{base}/v1/models", headers={"origin": "https://a.example"})
@@ -685,6 +689,7 @@ def test_cross_origin_calls_are_off_by_default(engine: FakeEngine) -> None:
     with live(FakeEngine(), cors_origins="https://a.example", api_key="k") as base:
         response = web.options(f"{base}/v1/chat/completions", headers=preflight)
         assert response.headers["access-control-allow-origin"] == "https://a.example"
+        assert "x-stainless-lang" in response.headers["access-control-allow-headers"]
         other = web.options(f"{base}/v1/chat/completions", headers={**preflight, "origin": "https://b.example"})
         assert "access-control-allow-origin" not in other.headers
 
@@ -726,6 +731,7 @@ def test_settings_come_from_flags_then_the_environment(monkeypatch: pytest.Monke
         ({"port": 70000}, "port = '70000'"),
         ({"max_body": "512MiB"}, "max_pending = 268435456 bytes is less than max_body = 536870912"),
         ({"api_key": " "}, "api_key is empty"),
+        ({"api_key": "key\n"}, "api_key begins or ends with a blank"),
         ({"cors_origins": "*,https://a.example"}, "'*' and also"),
         ({"cors_origins": "a.example"}, "not an origin"),
         ({"media_hosts": "https://a.example"}, "not a host name"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import moonvit.engines.embedded.decoder as decoder_module
 from moonvit.engines.embedded import weights
 from moonvit.engines.embedded.decoder import Decoder, text_fields
 from moonvit.engines.embedded.weights import official_name, places, unpack_int4
@@ -281,6 +282,20 @@ def test_a_matrix_both_plain_and_packed_or_with_other_bits_is_refused(tmp_path: 
         load(tmp_path)
 
 
+def test_sizes_the_files_do_not_have_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.write_k25(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["vocab_size"] = 10**9
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(decoder_module, "_give_storage", lambda *_: pytest.fail("memory was taken"))
+    with pytest.raises(CheckpointError, match=r"of a wrong shape.*embed_tokens"):
+        load(tmp_path)
+    config["text_config"] |= {"vocab_size": 10, "num_nextn_predict_layers": "x"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"text_config\.num_nextn_predict_layers = 'x', must be a whole number"):
+        load(tmp_path)
+
+
 # ---- configuration --------------------------------------------------------------------------------------------------
 
 
@@ -308,6 +323,11 @@ def test_the_released_text_configurations_are_read() -> None:
         ({"moe_layer_freq": 2}, "text_config.moe_layer_freq = 2"),
         ({"hidden_act": "gelu"}, "text_config.hidden_act = 'gelu'"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": "yarn"}, "text_config.rope_scaling = 'yarn' is not an object"),
+        ({"rope_parameters": [1]}, "text_config.rope_parameters = [1] is not an object"),
+        ({"routed_scaling_factor": "x"}, "text_config.routed_scaling_factor = 'x', must be a number above 0"),
+        ({"max_position_embeddings": 0}, "text_config.max_position_embeddings = 0, must be a whole number"),
+        ({"num_hidden_layers": 10**6}, "text_config.num_hidden_layers = 1000000, must be a whole number of 1 to 1000"),
     ],
 )
 def test_settings_that_no_release_has_are_refused(changes: dict[str, Any], message: str) -> None:

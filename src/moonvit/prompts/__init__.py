@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from moonvit.errors import ConfigError
+from moonvit.families import read_json
 from moonvit.prompts.chat import ChatFormat, Prompt, placeholder_id
 from moonvit.prompts.kimi_k25 import KimiK25Format
 from moonvit.prompts.kimi_vl import KimiVLFormat
@@ -64,10 +64,7 @@ def _eos_ids(config: Mapping[str, Any], folder: Path, tokenizer: Tokenizer) -> l
     sources: dict[str, Any] = {"config.json": config.get("eos_token_id")}
     path = folder / "generation_config.json"
     if path.is_file():
-        try:
-            sources[path.name] = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
-            raise ConfigError(f"cannot read {path}: {error}") from error
+        sources[path.name] = read_json(path).get("eos_token_id")
     ids: list[int] = []
     for name, value in sources.items():
         for number in value if isinstance(value, list) else [value]:

@@ -65,7 +65,8 @@ class ChatFormat(Protocol):
             The ids and the places of the pictures.
 
         Raises:
-            PromptError: If the conversation is empty, a message is empty, or pictures and counts do not match.
+            PromptError: If the conversation or a message that is no answer is empty, or pictures and counts do not
+                match.
         """
         ...
 
@@ -177,7 +178,7 @@ def check(messages: Sequence[Message], image_tokens: Sequence[int]) -> None:
         raise PromptError("messages is empty; at least one message is needed", param="messages")
     for index, message in enumerate(messages):
         has_text = any(parts_of(message))
-        if not has_text and not (message.role == "assistant" and (message.tool_calls or message.reasoning)):
+        if not has_text and message.role != "assistant":
             raise PromptError(f"messages[{index}] ({message.role}) is empty", param=f"messages[{index}]")
         if message.role != "assistant" and (message.tool_calls or message.reasoning):
             raise PromptError(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moonvit.errors import ConfigError, MissingDependencyError
+from moonvit.families import read_json
 
 PATTERN = "|".join(
     [
@@ -157,16 +158,6 @@ def _slices(text: str) -> Iterator[str]:
         yield part[start:]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a {type(value).__name__}, not an object")
-    return value
-
-
 def _from_tiktoken(directory: Path) -> tuple[dict[int, bytes], dict[str, int], Callable[[str], list[int]]]:
     try:
         import tiktoken
@@ -194,7 +185,7 @@ def _from_tiktoken(directory: Path) -> tuple[dict[int, bytes], dict[str, int], C
 
 
 def _specials(path: Path, first: int) -> dict[str, int]:
-    added = _read_json(path).get("added_tokens_decoder", {})
+    added = read_json(path).get("added_tokens_decoder", {})
     names: dict[int, str] = {number: f"<|reserved_token_{number}|>" for number in range(first, first + SPECIALS)}
     try:
         names.update({int(number): str(entry["content"]) for number, entry in added.items()})
@@ -224,7 +215,7 @@ def _from_json(path: Path) -> tuple[dict[int, bytes], dict[str, int], Callable[[
         from tokenizers import Tokenizer as Backend
     except ImportError as error:
         raise MissingDependencyError("tokenizer.json needs tokenizers: pip install 'moonvit[serve]'") from error
-    whole = _read_json(path)
+    whole = read_json(path)
     try:
         specials = _by_name([(int(token["id"]), str(token["content"])) for token in whole.pop("added_tokens")], path)
         model = whole["model"]

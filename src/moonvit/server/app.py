@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import socket
 import time
@@ -16,6 +17,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from fastapi import FastAPI
@@ -25,7 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from moonvit.engines import Delta, Engine, GenerateRequest
-from moonvit.errors import EngineError, MoonvitError, NotFoundError, RequestError
+from moonvit.errors import ConfigError, EngineError, MoonvitError, NotFoundError, RequestError
 from moonvit.families import PATCH
 from moonvit.grids import MERGE, as_grid
 from moonvit.preprocess import resize_plan
@@ -350,7 +352,7 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id"],
+            allow_headers=["*"],  # clients send headers of their own, such as x-stainless-lang
             expose_headers=["X-Request-Id", "Retry-After"],
         )
 
@@ -434,6 +436,18 @@ def run(engine: Engine, settings: Settings) -> None:
     app = create_app(engine, settings)
 
     class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                host = f"[{settings.host}]" if family == socket.AF_INET6 else settings.host
+                port = listener.getsockname()[1]
+                log.info("%s is served on http://%s:%d (Ctrl-C stops it)", engine.info.model, host, port)
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.should_exit:  # told twice: at once, without the traces of everything that is cut off
+                os._exit(128 + sig)
+            super().handle_exit(sig, frame)
+
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             asyncio.get_running_loop().call_later(_GRACE_SECONDS, app.state.service.stop)
             await super().shutdown(sockets)
@@ -442,10 +456,19 @@ def run(engine: Engine, settings: Settings) -> None:
         app,
         host=settings.host,
         port=settings.port,
-        log_level=settings.log_level,
+        # Its greetings name a socket where people want an address.
+        log_level="warning" if settings.log_level == "info" else settings.log_level,
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=_GRACE_SECONDS + 2,
     )
-    with suppress(KeyboardInterrupt):
-        Server(config).run()
+    try:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        listener = socket.create_server((settings.host, settings.port), family=family, backlog=config.backlog)
+    except (OSError, OverflowError) as error:
+        where = f"{settings.host}:{settings.port}"
+        raise ConfigError(
+            f"cannot listen on {where}: {getattr(error, 'strerror', None) or error}", param="port"
+        ) from None
+    with listener, suppress(KeyboardInterrupt):
+        Server(config).run(sockets=[listener])

@@ -65,6 +65,12 @@ def clip(text: str, limit: int = _SHOWN) -> str:
 # ---- request shapes -------------------------------------------------------------------------------------------------
 
 
+_MOST = 2048
+"""Messages, parts of a message, images and sizes."""
+_VALUES = 100_000
+"""Values in a body, at any depth."""
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -138,7 +144,7 @@ _Part = Annotated[
     Discriminator(_part_tag, custom_error_type="part", custom_error_message="unknown part"),
 ]
 _Content = Annotated[
-    Annotated[str, Tag("~string")] | Annotated[list[_Part], Tag("~list")],
+    Annotated[str, Tag("~string")] | Annotated[list[_Part], Tag("~list"), Field(max_length=_MOST)],
     Discriminator(
         _by_type,
         custom_error_type="content",
@@ -163,7 +169,7 @@ class _Message(_Strict):
     content: _Content | None = None
     name: str | None = Field(None, min_length=1, max_length=256)
     reasoning_content: str | None = None
-    tool_calls: list[_ToolCall] | None = None
+    tool_calls: list[_ToolCall] | None = Field(None, max_length=128)
     tool_call_id: str | None = Field(None, min_length=1, max_length=256)
     # An answer of the OpenAI client, sent back as history, carries these as null or empty.
     refusal: None = None
@@ -203,7 +209,7 @@ class _Prompt(_Strict):
 
 
 class _Chat(_Prompt):
-    messages: list[_Message] = Field(min_length=1)
+    messages: list[_Message] = Field(min_length=1, max_length=_MOST)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -211,8 +217,8 @@ class _Chat(_Prompt):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: (
         Annotated[
-            Annotated[str, Tag("~string"), Field(min_length=1)]
-            | Annotated[list[Annotated[str, Field(min_length=1)]], Tag("~list"), Field(max_length=4)],
+            Annotated[str, Tag("~string"), Field(min_length=1, max_length=1000)]
+            | Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Tag("~list"), Field(max_length=4)],
             Discriminator(
                 _by_type,
                 custom_error_type="stop",
@@ -228,9 +234,11 @@ class _Chat(_Prompt):
 
 
 class _Plan(_Prompt):
-    messages: list[_Message] | None = Field(None, min_length=1)
-    images: list[_Picture] | None = Field(None, min_length=1)
-    sizes: list[Annotated[list[_Side], Field(min_length=2, max_length=2)]] | None = Field(None, min_length=1)
+    messages: list[_Message] | None = Field(None, min_length=1, max_length=_MOST)
+    images: list[_Picture] | None = Field(None, min_length=1, max_length=_MOST)
+    sizes: list[Annotated[list[_Side], Field(min_length=2, max_length=2)]] | None = Field(
+        None, min_length=1, max_length=_MOST
+    )
 
 
 # ---- from JSON to plain data ----------------------------------------------------------------------------------------
@@ -292,9 +300,22 @@ def _refusal(error: ValidationError) -> RequestError:
     return RequestError(message, param=clip(path, 200) or None)
 
 
+def _count_values(document: Any) -> None:
+    """Refuse what would take long to check: two bytes of JSON are a value, and every wrong one a complaint."""
+    left, rest = _VALUES, [document]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, (dict, list)):
+            left -= len(value)
+            if left < 0:
+                raise RequestError(f"the body holds more than {_VALUES} values")
+            rest.extend(value.values() if isinstance(value, dict) else value)
+
+
 def _validate(shape: type[_M], document: Any) -> _M:
     if not isinstance(document, dict):
         raise RequestError(f"the body must be a JSON object, got {type(document).__name__}")
+    _count_values(document)
     try:
         return shape.model_validate(document)
     except ValidationError as error:
@@ -363,7 +384,7 @@ def _messages(messages: Sequence[_Message], max_images: int, sizes: bool) -> tup
         if message.role == "tool" and message.tool_call_id is None:
             raise RequestError(f"{path}.tool_call_id is required in a tool message", param=f"{path}.tool_call_id")
         parts = _parts(message.content, f"{path}.content", sizes)
-        if not parts and not message.tool_calls and not message.reasoning_content:
+        if not parts and message.role != "assistant":  # an answer may have been cut before it said anything
             raise RequestError(f"{path} is empty: it holds neither text nor a picture", param=f"{path}.content")
         role_name: Role = "system" if message.role == "developer" else message.role
         calls = tuple(

@@ -60,8 +60,11 @@ class Settings(BaseSettings):
     def _agree(self) -> Settings:
         if self.max_pending < self.max_body:
             raise ValueError(f"max_pending = {self.max_pending} bytes is less than max_body = {self.max_body} bytes")
-        if self.api_key is not None and not self.api_key.get_secret_value().strip():
+        key = None if self.api_key is None else self.api_key.get_secret_value()
+        if key is not None and not key.strip():
             raise ValueError("api_key is empty: leave it out to serve without a key")
+        if key is not None and key != key.strip():
+            raise ValueError("api_key begins or ends with a blank or a line break, which no header can carry")
         if "*" in self.cors_origins and len(self.cors_origins) > 1:
             raise ValueError("cors_origins holds '*' and also named origins; keep one of the two")
         for origin in self.cors_origins:

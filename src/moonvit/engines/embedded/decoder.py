@@ -5,13 +5,14 @@ Shape suffixes: S positions of a sequence, E language width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moonvit.engines.embedded.weights import load_text
+from moonvit.engines.embedded.weights import find_text, load_text
 from moonvit.errors import ConfigError, MissingDependencyError
 
 TEXT_MODELS = ("kimi_k2", "deepseek_v3")
@@ -49,6 +50,8 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "moe_layer_freq": (1,),
 }
 _ROPE_TYPES = ("default", "yarn")
+_MOST_LAYERS = 1000
+"""No release has a tenth of it; a module for each takes time even without weights."""
 
 
 def text_fields(text: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,7 +74,7 @@ def text_fields(text: Mapping[str, Any]) -> dict[str, Any]:
             param="text_config.model_type",
         )
     missing = [name for name in _REQUIRED if name not in text]
-    if not ({"rope_theta", "rope_parameters"} & set(text)):
+    if text.get("rope_theta") is None and text.get("rope_parameters") is None:
         missing.append("rope_theta")
     if missing:
         raise ConfigError(f"text_config lacks {', '.join(missing)}", param=f"text_config.{missing[0]}")
@@ -82,11 +85,20 @@ def text_fields(text: Mapping[str, Any]) -> dict[str, Any]:
                 param=f"text_config.{name}",
             )
     fields = {name: text[name] for name in (*_REQUIRED, *_OPTIONAL) if name in text}
-    fields["routed_scaling_factor"] = float(fields["routed_scaling_factor"])
-    if text.get("rope_parameters") is not None:
-        rope = dict(text["rope_parameters"])
-    else:
-        rope = dict(text.get("rope_scaling") or {})
+    for name in ("vocab_size", "hidden_size", "max_position_embeddings"):
+        _whole(fields[name], name)
+    _whole(fields["num_hidden_layers"], "num_hidden_layers", most=_MOST_LAYERS)
+    for name in ("routed_scaling_factor", "rms_norm_eps"):
+        value = fields[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise ConfigError(f"text_config.{name} = {value!r}, must be a number above 0", param=f"text_config.{name}")
+        fields[name] = float(value)
+    kind = "rope_parameters" if text.get("rope_parameters") is not None else "rope_scaling"
+    given = text.get(kind) or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"text_config.{kind} = {given!r} is not an object", param=f"text_config.{kind}")
+    rope = dict(given)
+    if kind == "rope_scaling":
         rope.setdefault("rope_theta", text["rope_theta"])
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
     if rope["rope_type"] not in _ROPE_TYPES:
@@ -143,8 +155,12 @@ class Decoder:
         if not isinstance(text, Mapping):
             raise ConfigError("the configuration has no text_config: there is no language model", param="text_config")
         tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
-        model = _empty_model(text_fields(text), device, dtype)
-        load_text(model, path, tied=tied, extra_layers=int(text.get("num_nextn_predict_layers") or 0))
+        extra = _whole(text.get("num_nextn_predict_layers") or 0, "num_nextn_predict_layers", least=0)
+        model = _meta_model(text_fields(text), dtype)
+        # Sizes that the files do not have are refused before memory is taken for them.
+        found = find_text(model, path, tied=tied, extra_layers=extra)
+        _give_storage(model, device)
+        load_text(model, found)
         if tied:
             model.lm_head.weight = model.model.embed_tokens.weight
         return cls(model)
@@ -204,11 +220,10 @@ class Decoder:
         return logits
 
 
-def _empty_model(fields: Mapping[str, Any], device: torch.device | str, dtype: torch.dtype) -> Any:
-    """The module with storage of the right kind and no values yet, but for the rotary frequencies."""
+def _meta_model(fields: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """The module on the meta device, in the dtypes it will have."""
     try:
         from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-        from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
     except ImportError as error:
         raise MissingDependencyError("the embedded engine needs transformers: pip install 'moonvit[serve]'") from error
     try:
@@ -224,7 +239,22 @@ def _empty_model(fields: Mapping[str, Any], device: torch.device | str, dtype: t
         gate = getattr(layer.mlp, "gate", None)
         if gate is not None:
             gate.e_score_correction_bias = gate.e_score_correction_bias.float()
+    return model.eval().requires_grad_(False)
+
+
+def _give_storage(model: Any, device: torch.device | str) -> None:
+    """Memory for the weights, without values yet, but for the rotary frequencies."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
+
     model.to_empty(device=device)
     # The frequencies are computed and not stored, and bfloat16 would spoil them.
-    model.model.rotary_emb = DeepseekV3RotaryEmbedding(config).to(device)
-    return model.eval().requires_grad_(False)
+    model.model.rotary_emb = DeepseekV3RotaryEmbedding(model.config).to(device)
+
+
+def _whole(value: Any, name: str, least: int = 1, most: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        allowed = f"at least {least}" if most is None else f"{least} to {most}"
+        raise ConfigError(
+            f"text_config.{name} = {value!r}, must be a whole number of {allowed}", param=f"text_config.{name}"
+        )
+    return value

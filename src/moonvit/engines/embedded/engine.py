@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from moonvit.checkpoint import read_config, read_json, resolve
+from moonvit.checkpoint import read_config, resolve
 from moonvit.encoder import VisionEncoder
 from moonvit.engines import (
     Delta,
@@ -36,6 +36,7 @@ from moonvit.engines.embedded.decoder import Decoder
 from moonvit.engines.embedded.sampling import Defaults, Sampler, StopStrings, check_sampling, defaults_from_dict
 from moonvit.engines.embedded.worker import Job, Steps, Worker
 from moonvit.errors import CheckpointError, ConfigError, EngineError, MoonvitError, RequestError, TooLargeError
+from moonvit.families import read_json
 from moonvit.plan import Batch, Budget, Plan
 from moonvit.prompts import CallArguments, CallStart, ChatFormat, Content, Event, Prompt, Reasoning, chat_format
 from moonvit.prompts.messages import ImagePart

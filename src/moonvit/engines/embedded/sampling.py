@@ -15,6 +15,8 @@ from moonvit.errors import ConfigError, NonFiniteError, RequestError
 
 MAX_STOPS = 16
 """Stop strings of one request."""
+MAX_STOP_LENGTH = 1000
+"""Characters of a stop string."""
 _SEEDS = (-(2**63), 2**64 - 1)
 
 
@@ -46,6 +48,9 @@ def defaults_from_dict(generation: Mapping[str, Any]) -> Defaults:
     if not generation.get("do_sample"):
         return Defaults()
     temperature, top_p = generation.get("temperature"), generation.get("top_p")
+    for name, value in (("temperature", temperature), ("top_p", top_p)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise ConfigError(f"generation_config.json: {name} = {value!r} is not a number", param=name)
     defaults = Defaults(1.0 if temperature is None else temperature, 1.0 if top_p is None else top_p)
     try:
         check_sampling(Sampling(temperature=defaults.temperature, top_p=defaults.top_p))
@@ -76,6 +81,9 @@ def check_sampling(sampling: Sampling) -> None:
         raise RequestError(f"stop holds {len(sampling.stop)} strings, allowed {MAX_STOPS}", param="stop")
     if not all(sampling.stop):
         raise RequestError("stop holds an empty string, at which every answer would end at once", param="stop")
+    longest = max(map(len, sampling.stop), default=0)
+    if longest > MAX_STOP_LENGTH:
+        raise RequestError(f"stop holds a string of {longest} characters, allowed {MAX_STOP_LENGTH}", param="stop")
 
 
 class Sampler:
@@ -141,7 +149,6 @@ class StopStrings:
 
     def __init__(self, stops: Collection[str]) -> None:
         self._stops = tuple(stops)
-        self._beginnings = {stop[:length] for stop in stops for length in range(1, len(stop))}
         self._longest = max((len(stop) for stop in stops), default=1) - 1
         self._held = ""
         self.hit = False
@@ -163,7 +170,7 @@ class StopStrings:
             self.hit = True
             return text[: min(found)[1]]
         for length in range(min(self._longest, len(text)), 0, -1):
-            if text[-length:] in self._beginnings:
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
                 self._held = text[-length:]
                 return text[:-length]
         return text

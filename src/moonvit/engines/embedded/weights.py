@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +117,31 @@ def unpack_int4(packed: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int
     return values.view(rows, groups, -1).mul_(scale.float()[..., None]).view(rows, columns)
 
 
-def load_text(model: nn.Module, path: str | Path, *, tied: bool, extra_layers: int = 0) -> None:
-    """Fill a decoder from a checkpoint directory.
+@dataclass(frozen=True)
+class TextFiles:
+    """Where the values of a decoder are.
+
+    Attributes:
+        sources: Official name -> the one tensor it is read from, or its three packed parts.
+        files: Name of a tensor -> the file it is in.
+    """
+
+    sources: dict[str, tuple[str, ...]]
+    files: dict[str, Path]
+
+
+def find_text(model: nn.Module, path: str | Path, *, tied: bool, extra_layers: int = 0) -> TextFiles:
+    """Hold a decoder against the headers of a checkpoint, before any value is read or any memory taken.
 
     Args:
-        model: transformers' ``DeepseekV3ForCausalLM``, with storage, on any device and in any floating dtype.
+        model: transformers' ``DeepseekV3ForCausalLM``; its parameters may be on the meta device.
         path: Directory with ``model.safetensors.index.json`` or ``model.safetensors``.
         tied: The output matrix is the embedding, so it need not be in the files.
         extra_layers: Layers behind the last one that the files may hold and the model has no use for (multi-token
             prediction).
+
+    Returns:
+        What ``load_text`` reads.
 
     Raises:
         CheckpointError: With every missing, unexpected, misshapen, doubled and wrongly quantised tensor, by name.
@@ -142,11 +159,24 @@ def load_text(model: nn.Module, path: str | Path, *, tied: bool, extra_layers: i
     headers = {header.name: header for file, names in shards.items() for header in read_headers(file, names)}
     optional = {"language_model.lm_head.weight"} if tied else set()
     sources = _match(targets, headers, optional, str(path))
-    files = {name: file for file, names in shards.items() for name in names}
-    for names in _by_file(sources, files):
-        with open_shard(files[names[0][1][0]]) as shard, torch.no_grad():
+    return TextFiles(sources, {name: file for file, names in shards.items() for name in names})
+
+
+def load_text(model: nn.Module, found: TextFiles) -> None:
+    """Fill a decoder.
+
+    Args:
+        model: The same, with storage, on any device and in any floating dtype.
+        found: What ``find_text`` found.
+
+    Raises:
+        CheckpointError: A file changed or is damaged.
+    """
+    targets = places(model)
+    for names in _by_file(found.sources, found.files):
+        with open_shard(found.files[names[0][1][0]]) as shard, torch.no_grad():
             for target, parts in names:
-                _fill(targets[target], parts, shard, files, target)
+                _fill(targets[target], parts, shard, found.files, target)
 
 
 def _match(targets: Places, headers: Mapping[str, Header], optional: set[str], path: str) -> dict[str, tuple[str, ...]]:
