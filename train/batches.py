@@ -262,7 +262,7 @@ class Stream(IterableDataset[Batch]):
                 )
 
             sort = rng.choices(sorts, [MIX[name] for name in sorts])[0]
-            easy = self.easy if rng.random() < 0.7 else 0.0
+            easy = self.easy if rng.random() < 0.5 else 0.0
             sample = make_sample(rng, size, sort=sort, easy=easy, most_turns=turns, invented=INVENTED)
             picked = picked[: len(sample.images)]
             for image, marks, group in zip(sample.images, sample.marks, picked, strict=True):

@@ -42,6 +42,8 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 DIGITS = "0123456789"
 SMALLEST_TEXT = 20
 """Font size in pixels."""
+SMALL_TEXT = 32.0
+"""Largest font size in pixels where a picture is to be hard to read."""
 AMBIGUOUS_ALONE = set("0o1li")
 """One of these alone cannot be told from another without context, so no picture shows one alone."""
 KINDS = ("read", "colour", "shape", "count", "place", "chart", "multi")
@@ -231,8 +233,8 @@ class Scene:
         rng = self.rng
         room = min(self.width, self.height)
         if size is None:
-            top = min(88.0, room * 0.8)
-            low = SMALLEST_TEXT + 8 * self.easy
+            top = min(88.0 if self.easy >= 0 else SMALL_TEXT, room * 0.8)
+            low = SMALLEST_TEXT + 8 * max(0.0, self.easy)
             size = int(math.exp(rng.uniform(math.log(low), math.log(max(low + 1, top)))))
         font = _font(rng.choice(font_files()), size)
         if text is None:
@@ -574,7 +576,7 @@ def make_sample(
         size: Gives (width, height) in pixels of the n-th picture.
         words: Words that may be written.
         sort: One of ``MIX``; drawn from it when None.
-        easy: 1 draws only large letters, 0 the full range.
+        easy: 1 draws only large letters, 0 the full range, -1 only small ones.
         most_turns: Questions at most.
         invented: Share of strings that are no words: two words spliced, or letters at random.
 
@@ -623,7 +625,7 @@ def make_page(rng: random.Random, width: int, height: int, easy: float = 0.0) ->
     while fails < 3:
         colour = rng.choice(colours)
         if rng.random() < 0.8:
-            low = SMALLEST_TEXT + 8 * easy
+            low = SMALLEST_TEXT + 8 * max(0.0, easy)
             size = int(math.exp(rng.uniform(math.log(low), math.log(max(low + 1, min(72.0, height * 0.7))))))
             made = scene.write(colour, size)
         else:

@@ -1,6 +1,7 @@
 """Train the demo model. Resumes from its folder; a run may be stopped and taken up again at any time.
 
 python -m train.run --folder runs/demo
+python -m train.run --folder runs/more --start src/moonvit/demo --dense 0 --rate 3e-4   (go on from an exported model)
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import _muon
 from torch.utils.data import DataLoader
 
 from train.batches import LABEL_CLASSES, MIDDLE, Batch, Page, Pages, Stream
 from train.config import demo_config
 from train.draw import KINDS
+from train.export import SHARD
 from train.model import DemoModel
 
 PAGES = 120_000
@@ -31,27 +35,30 @@ STAGES = (
     (PAGES, 6, 0.3),
     (PAGES + 60_000, 9, 0.1),
     (PAGES + 150_000, 16, 0.0),
-    (PAGES + 280_000, 33, 0.0),
+    (PAGES + 280_000, 33, -1.0),
 )
-"""From so many pictures on: the largest side in merged tokens, and how much larger the smallest letters are."""
+"""From so many pictures on: the largest side in merged tokens, and how easy letters are (see ``make_sample``)."""
 
 KIND_WEIGHTS = torch.tensor(
-    [{"colour": 0.5, "shape": 0.5, "count": 2.0, "place": 3.0}.get(kind, 1.2) for kind in KINDS]
+    [{"read": 2.0, "colour": 0.5, "shape": 0.5, "count": 1.5, "place": 1.5}.get(kind, 1.2) for kind in KINDS]
 )
 """How much an answer of each kind counts."""
+DTYPE = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+"""What the arithmetic is in: bfloat16 takes fifty times as long on a CPU without instructions for it."""
 LABEL_WEIGHTS = (1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 3.0, 3.0, 0.3, 0.3, 0.3)
 """How much each dense label counts: places come slowly, and a tower without a sink to attend to counts badly."""
 
 
 class Trainer:
-    """bfloat16 weights for the arithmetic, float32 masters for the optimiser.
+    """Weights of ``DTYPE`` for the arithmetic, float32 masters for the optimiser.
 
     Args:
         folder: Where ``state.pt`` and ``log.jsonl`` live.
         rate: Peak learning rate.
+        start: An exported checkpoint to go on from, where the folder has no state yet.
     """
 
-    def __init__(self, folder: Path, rate: float) -> None:
+    def __init__(self, folder: Path, rate: float, start: Path | None = None) -> None:
         self.folder, self.rate = folder, rate
         torch.manual_seed(0)
         self.model = DemoModel(demo_config())
@@ -62,8 +69,8 @@ class Trainer:
                 names.append(prefix + name)
                 self.masters.append(parameter.detach().clone())
         self.names = names
-        self.model.bfloat16()
-        self.head.bfloat16()
+        self.model.to(DTYPE)
+        self.head.to(DTYPE)
         for name, buffer in self.model.named_buffers():
             if "e_score" in name:
                 buffer.data = buffer.data.float()
@@ -94,6 +101,12 @@ class Trainer:
             self.muon.load_state_dict(saved["muon"])
             self.adam.load_state_dict(saved["adam"])
             self.pictures, self.steps, self.spent = saved["pictures"], saved["steps"], saved["spent"]
+        elif start is not None:
+            weights = load_file(start / SHARD)
+            for name, value in [*zip(names, self.masters, strict=True), *self._buffers()]:
+                if not name.startswith("head."):
+                    value.copy_(weights[name])
+            self.pictures = STAGES[-1][0]
         self._publish()
         # Fused on the CPU a step takes two thirds of the time; the first one takes a minute and a half.
         for block in (*self.model.vision_tower.encoder.blocks, *self.model.language_model.model.layers):
@@ -213,7 +226,7 @@ class Trainer:
             Answer loss, dense loss, exact answers.
         """
         loss, dense, exact = self.losses(batch)
-        (loss + dense_weight * dense).backward()
+        (loss + dense_weight * dense if dense_weight else loss).backward()
         self._update(rate)
         self.pictures += sum(len(p) for p in batch.patches)
         return loss.item(), dense.item(), exact
@@ -231,9 +244,25 @@ class Trainer:
         self.steps += 1
 
 
+def _orthogonal(grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Muon's Newton-Schulz steps in float32; torch's own are always in bfloat16."""
+    a, b, c = coefficients
+    tall = grad.shape[0] > grad.shape[1]
+    x = grad.T if tall else grad
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+if DTYPE is torch.float32:
+    _muon._zeropower_via_newtonschulz = _orthogonal
+
+
 def normalised(patches: Tensor) -> Tensor:
-    """uint8 pixels as bfloat16 from -1 to 1."""
-    return ((patches.float() / 255.0 - 0.5) * 2.0).bfloat16()
+    """uint8 pixels as ``DTYPE`` from -1 to 1."""
+    return ((patches.float() / 255.0 - 0.5) * 2.0).to(DTYPE)
 
 
 def dense_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -265,9 +294,12 @@ def main() -> None:
     """Read the command line and train."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--start", type=Path, help="an exported checkpoint to go on from; its pictures are not counted")
     parser.add_argument("--pictures", type=int, default=1_000_000, help="how many pictures are seen in all")
     parser.add_argument("--decay", type=int, default=150_000, help="the last pictures, over which the rate falls to 0")
     parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--warm", type=int, default=100, help="steps in which the rate rises")
+    parser.add_argument("--dense", type=float, default=1.4, help="weight of the labels of each patch; 0 is without")
     parser.add_argument("--patches", type=int, default=5000, help="patches of a batch")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peers", type=int, default=1, help="processes that train together, one core each")
@@ -279,7 +311,7 @@ def main() -> None:
         options.folder.mkdir(parents=True, exist_ok=True)
         place = f"file://{(options.folder / 'peers').resolve()}"
         dist.init_process_group("gloo", init_method=place, rank=options.rank, world_size=options.peers)
-    trainer = Trainer(options.folder, options.rate)
+    trainer = Trainer(options.folder, options.rate, options.start)
     stop = False
 
     def ask_stop(*_: object) -> None:
@@ -312,11 +344,11 @@ def main() -> None:
             loader = iter(DataLoader(source, batch_size=None, num_workers=1, prefetch_factor=6))
             pages = iter(DataLoader(Pages(f"{seed}.again", cells, page, easy), batch_size=None, num_workers=1))
         left = (options.pictures - trainer.pictures) / max(1, options.decay)
-        rate = options.rate * min(1.0, (trainer.steps - begun + 1) / 100, left)
+        rate = options.rate * min(1.0, (trainer.steps - begun + 1) / options.warm, left)
         # Every third step goes on reading pages: a letter costs least there.
-        batch = next(pages if trainer.steps % 3 == 2 else loader)
+        batch = next(pages if options.dense and trainer.steps % 3 == 2 else loader)
         if isinstance(batch, Batch):
-            loss, dense, right = trainer.step(batch, rate, 1.4)
+            loss, dense, right = trainer.step(batch, rate, options.dense)
             sums = [sums[0] + loss, sums[1] + dense, sums[2] + 1]
             for kind, ok in zip(batch.kinds.tolist(), right.tolist(), strict=True):
                 exact[KINDS[kind]][0] += ok

@@ -34,7 +34,7 @@ app = typer.Typer(
 
 _MODEL_HELP = "Checkpoint directory or hub id; the demo model in the package by default."
 _DEVICE_HELP = "Where the model works: cpu, cuda, cuda:1."
-_DTYPE_HELP = "bfloat16, float16 or float32."
+_DTYPE_HELP = "bfloat16, float16, float32, or auto: bfloat16 where the device has it, else float32."
 _BUDGET_HELP = "Workspace bound: bytes, '256MiB', or 'auto'."
 Model = Annotated[str | None, typer.Option("--model", "-m", help=_MODEL_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
@@ -109,7 +109,7 @@ def encode(
     model: Model = None,
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Write the features here, as safetensors.")] = None,
     device: Device = "cpu",
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     budget: BudgetText = "auto",
     as_json: Json = False,
 ) -> None:
@@ -160,7 +160,9 @@ def encode(
         for row in rows
     ]
     _table(
-        f"{encoder.config.family}, {dtype}", ["image", "pixels", "grid t x h x w", "tokens", "features", "std"], shown
+        f"{encoder.config.family}, {rows[0]['dtype']}",
+        ["image", "pixels", "grid t x h x w", "tokens", "features", "std"],
+        shown,
     )
     if out is not None:
         typer.echo(f"written to {out}")
@@ -196,7 +198,7 @@ def ask(
         bool | None, typer.Option("--thinking/--instant", help="Reason first, or answer at once.")
     ] = None,
     device: Device = "cpu",
-    dtype: Dtype = "bfloat16",
+    dtype: Dtype = "auto",
     budget: BudgetText = "auto",
     as_json: Json = False,
 ) -> None:
@@ -249,7 +251,7 @@ def plan(
             help="Family (kimi-vl, kimi-k2.5, kimi-k3, demo), checkpoint directory or hub id.",
         ),
     ] = None,
-    dtype: Dtype = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     budget: BudgetText = "auto",
     as_json: Json = False,
 ) -> None:
@@ -423,7 +425,7 @@ def serve(
     model: Annotated[str | None, typer.Option("--model", "-m", help=_MODEL_HELP, envvar="MOONVIT_MODEL")] = None,
     engine: Annotated[str, typer.Option(help="What runs the model: embedded.", envvar="MOONVIT_ENGINE")] = "embedded",
     device: Annotated[str, typer.Option(help=_DEVICE_HELP, envvar="MOONVIT_DEVICE")] = "cpu",
-    dtype: Annotated[str, typer.Option(help=_DTYPE_HELP, envvar="MOONVIT_DTYPE")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help=_DTYPE_HELP, envvar="MOONVIT_DTYPE")] = "auto",
     budget: Annotated[str, typer.Option(help=_BUDGET_HELP, envvar="MOONVIT_BUDGET")] = "auto",
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one [8000].")] = None,

@@ -376,6 +376,14 @@ def test_unknown_dtypes(wrong: Any, tmp_path: Path) -> None:
         VisionEncoder.from_pretrained(tmp_path, dtype=wrong)
 
 
+@pytest.mark.parametrize(("instructions", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_auto_is_bfloat16_where_the_cpu_has_it(
+    instructions: bool, expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: instructions)
+    assert small("kimi-k2.5", dtype="auto").dtype == expected
+
+
 def test_unknown_fields() -> None:
     with pytest.raises(ConfigError, match="layers"):
         VisionEncoder.from_config("kimi-k3", layers=2)
@@ -421,7 +429,7 @@ def test_from_pretrained_is_the_saved_model(enc: VisionEncoder, tmp_path: Path) 
     assert loaded.config == enc.config
     for a, b in zip(enc.encode(PICTURES), loaded.encode(PICTURES), strict=True):
         assert torch.equal(a.tensor, b.tensor) and a.grid == b.grid
-    assert VisionEncoder.from_pretrained(str(tmp_path / "model")).dtype == torch.bfloat16
+    assert VisionEncoder.from_pretrained(str(tmp_path / "model"), dtype="bfloat16").dtype == torch.bfloat16
 
 
 def test_bfloat16_weights_run_in_every_dtype(tmp_path: Path) -> None:

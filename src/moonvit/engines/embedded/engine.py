@@ -140,7 +140,7 @@ class EmbeddedEngine:
         path: str | Path,
         *,
         device: torch.device | str = "cpu",
-        dtype: torch.dtype | str = "bfloat16",
+        dtype: torch.dtype | str = "auto",
         budget: Budget | int | str = "auto",
         limits: Limits = DEFAULT_LIMITS,
         fetch: FetchPolicy | None = None,
@@ -155,7 +155,7 @@ class EmbeddedEngine:
         Args:
             path: Directory, or ``owner/name`` on the Hugging Face hub.
             device: Where it works.
-            dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``, whatever the files hold.
+            dtype: As ``VisionEncoder.from_pretrained`` takes it.
             budget: Bytes the vision encoder may use beyond weights, inputs and outputs.
             limits: What untrusted pictures may be.
             fetch: Who may be asked for http(s) pictures; None refuses them all.
