@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from moonvit.errors import CheckpointError, InvalidInputError, MissingDependencyError
-from moonvit.families import PREFIXES, VisionConfig, config_dicts, config_from_dict, read_json
+from moonvit.families import ALIASES, FAMILIES, PREFIXES, VisionConfig, config_dicts, config_from_dict, read_json
 from moonvit.model import VisionModel
 
 Spelling = Literal["official", "transformers", "runtime"]
@@ -462,13 +462,17 @@ def resolve(path: str | Path, *, whole: bool = False) -> Path:
     if not isinstance(path, (str, os.PathLike)):
         raise CheckpointError(f"a checkpoint cannot be found by {type(path).__name__}; give a path or owner/name")
     local = Path(path)
+    if path == "" or str(path).isspace():
+        raise CheckpointError("the name of the checkpoint is empty; give a path or owner/name")
     try:
         if local.exists():
             return local
     except (OSError, ValueError) as error:  # a name that is too long, or holds a NUL
         raise CheckpointError(f"{str(path)[:100]!r} is not a path: {error}") from None
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(path)):
-        raise CheckpointError(f"{path} is not a directory or file here, nor an owner/name on the hub")
+        known = str(path).lower() in FAMILIES or str(path).lower() in ALIASES
+        family = "; a family has no weights, which only a checkpoint has" if known else ""
+        raise CheckpointError(f"{path} is not a directory or file here, nor an owner/name on the hub{family}")
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:

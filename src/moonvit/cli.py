@@ -7,6 +7,7 @@ document. An error is one line on stderr and the exit code of its class in ``err
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,6 +89,19 @@ def _progress(what: str, total: int) -> Iterator[Any]:
         yield lambda count: bar.advance(task, count)
 
 
+@contextmanager
+def _naming(pictures: list[str]) -> Iterator[None]:
+    """Say which file "image 3" is."""
+    try:
+        yield
+    except MoonvitError as error:
+        found = re.match(r"image ([0-9]+)(?=[ :])", error.message)
+        if found and int(found[1]) < len(pictures):
+            name = f"{found[0]} ({_shown(pictures[int(found[1])])})"
+            error.message = name + error.message.removeprefix(found[0])
+        raise
+
+
 def _model_path(model: str | None) -> str:
     if model is not None:
         return model
@@ -107,7 +121,10 @@ def _encoder(model: str | None, device: str, dtype: str, budget: str) -> VisionE
 def encode(
     images: Annotated[list[str], typer.Argument(help="Pictures: files, or data: URLs.", show_default=False)],
     model: Model = None,
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="Write the features here, as safetensors.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", help="Write the features here, as safetensors, in place of what is there."),
+    ] = None,
     device: Device = "cpu",
     dtype: Dtype = "auto",
     budget: BudgetText = "auto",
@@ -121,9 +138,9 @@ def encode(
     if out is not None:
         _check_out(out, images)
     encoder = _encoder(model, device, dtype, budget)
-    plan = encoder.plan(images)
     results = []
-    with _progress("encoding", len(images)) as advance:
+    with _naming(images), _progress("encoding", len(images)) as advance:
+        plan = encoder.plan(images)
         for batch in plan.batches:
             results += encoder.encode_batch(images, plan, batch)
             advance(len(batch.indices))
@@ -169,7 +186,9 @@ def encode(
 
 
 def _check_out(out: Path, images: list[str]) -> None:
-    """Refuse to write where something would be lost, before any work."""
+    """Refuse to write where it cannot be done or a picture would be lost, before any work."""
+    if out == Path():
+        raise InvalidInputError("the name of the file to write is empty", param="out")
     if not out.parent.is_dir():
         raise InvalidInputError(f"{out} cannot be written: there is no directory {out.parent}", param="out")
     if out.exists() and not out.is_file():
@@ -233,7 +252,8 @@ def ask(
             await engine.close()
         return answer
 
-    answer = asyncio.run(run())
+    with _naming(images or []):
+        answer = asyncio.run(run())
     if as_json:
         _print_json({"model": engine.info.model, **answer})
     else:
@@ -248,7 +268,8 @@ def plan(
         typer.Option(
             "--model",
             "-m",
-            help="Family (kimi-vl, kimi-k2.5, kimi-k3, demo), checkpoint directory or hub id.",
+            help="Family (kimi-vl, kimi-vl-2506, kimi-k2.5, kimi-k3, demo), checkpoint directory or hub id; the demo "
+            "model in the package by default.",
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
@@ -260,12 +281,13 @@ def plan(
     from moonvit.preprocess import resize_plan
 
     config = _config(model)
-    grids = [resize_plan(config.rule, *_size(item)).grid for item in items]
-    made = make_plan(config, grids, dtype=dtype, budget=Budget(budget))
+    with _naming(items):
+        grids = [resize_plan(config.rule, *_size(item, index)).grid for index, item in enumerate(items)]
+        made = make_plan(config, grids, dtype=dtype, budget=Budget(budget))
     if as_json:
         _print_json({"family": config.family, "items": items, **made.to_dict()})
     else:
-        _show_plan(made, config.family, items)
+        _show_plan(made, config.family if model is not None else f"demo model, {config.family}", items)
 
 
 def _show_plan(made: Plan, family: str, items: list[str]) -> None:
@@ -285,19 +307,20 @@ def _show_plan(made: Plan, family: str, items: list[str]) -> None:
     typer.echo(f"\n{made.flops / 1e12:,.3f} TFLOP")
 
 
-def _size(item: str) -> tuple[int, int]:
-    import re
+def _size(item: str, index: int) -> tuple[int, int]:
+    from moonvit.images import check_size, picture_size
 
     match = re.fullmatch(r"([0-9]+)[xX×]([0-9]+)", item)
     if match:
         if max(map(len, match.groups())) > 10:
             raise InvalidInputError(f"{_shown(item)!r}: a side of more than 10 digits")
-        return int(match[1]), int(match[2])
-    from moonvit.images import picture_size
+        size = int(match[1]), int(match[2])
+        check_size(size, index=index)
+        return size
 
     if not item.lower().startswith("data:") and not _exists(item):
         raise InvalidInputError(f"{_shown(item)!r} is neither a size such as 4000x3000 nor a file that exists")
-    return picture_size(item)
+    return picture_size(item, index=index)
 
 
 def _exists(path: str) -> bool:
@@ -483,8 +506,12 @@ def main() -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except Exception as error:
-        show = getattr(error, "show", None)
-        if show is None:
+        said = getattr(error, "format_message", None)  # typer's own errors have no public base class
+        if said is None:
             raise
-        show()
+        reason = said().rstrip(".")
+        if "\n" not in reason:  # the help that stands in for a missing command has many lines
+            command = getattr(getattr(error, "ctx", None), "command_path", "moonvit")
+            reason = f"moonvit: {reason}; see '{command} --help'"
+        typer.echo(reason, err=True)
         raise SystemExit(getattr(error, "exit_code", 2)) from None

@@ -22,12 +22,23 @@ from moonvit.checkpoint import load_vision, read_config, resolve
 from moonvit.errors import ConfigError, EmptyInputError, GridError, ImageError, InvalidInputError, NonFiniteError
 from moonvit.families import PATCH_VALUES, VisionConfig, family_config
 from moonvit.grids import Grid, as_grid, as_grids
-from moonvit.images import DEFAULT_LIMITS, FetchPolicy, Limits, Picture, fetch_bytes, open_picture, picture_size
+from moonvit.images import (
+    DEFAULT_LIMITS,
+    FetchPolicy,
+    Limits,
+    Picture,
+    check_size,
+    fetch_bytes,
+    open_picture,
+    picture_size,
+)
 from moonvit.model import FLOAT_DTYPES, VisionModel, as_patches, check_frames
 from moonvit.plan import Batch, Budget, Plan, make_plan
 from moonvit.preprocess import patches_from, resize_plan
 from moonvit.sources import is_address
 
+SMALLEST = Grid(1, 2, 2)
+"""The smallest picture there is, in patches."""
 _ARRAYS = ("uint8", "float16", "float32", "float64")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
 
@@ -60,6 +71,9 @@ class VisionEncoder:
         budget: Bytes a request may take beyond weights, inputs and outputs; a number, ``"256MiB"``, ``"auto"``.
         limits: What untrusted pictures may be.
         fetch: Who may be asked for http(s) pictures; None refuses them all.
+
+    Raises:
+        BudgetError: Not even the smallest picture fits the budget.
     """
 
     def __init__(
@@ -74,6 +88,7 @@ class VisionEncoder:
         self.budget = budget if isinstance(budget, Budget) else Budget(budget)
         self.limits = limits or DEFAULT_LIMITS
         self.fetch = fetch
+        self._plan([SMALLEST])  # a budget that no picture fits is refused now
 
     @classmethod
     def from_pretrained(
@@ -286,6 +301,7 @@ class VisionEncoder:
     def _sized_grid(self, size: tuple[int, int], index: int) -> Grid:
         if not _is_sides(size):
             raise ImageError(f"image {index}: {size} is not a width and a height in whole pixels", param=_param(index))
+        check_size((int(size[0]), int(size[1])), self.limits, index)
         try:
             return resize_plan(self.config.rule, *size).grid
         except ImageError as error:

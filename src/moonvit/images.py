@@ -50,6 +50,7 @@ __all__ = [
     "FetchPolicy",
     "Limits",
     "Picture",
+    "check_size",
     "data_url_bytes",
     "fetch_bytes",
     "open_picture",
@@ -171,7 +172,7 @@ def picture_size(
         MissingDependencyError: An address needs ``httpx``.
     """
     if isinstance(source, Image.Image):
-        _check_size(source.size, limits, index)
+        check_size(source.size, limits, index)
         if source.format == "TIFF":  # Pillow turns these itself, and forgets that it did, when it decodes them
             _load(source, index)
         width, height = source.size
@@ -259,11 +260,21 @@ def _header(stream: BinaryIO, limits: Limits, index: int) -> Header:
         header = read_header(stream, name)
     except BrokenError as error:
         raise failure(ImageError, index, f"the {name} file is damaged: {error}") from None
-    _check_size((header.width, header.height), limits, index)
+    check_size((header.width, header.height), limits, index)
     return header
 
 
-def _check_size(size: tuple[int, int], limits: Limits, index: int) -> None:
+def check_size(size: tuple[int, int], limits: Limits = DEFAULT_LIMITS, index: int = 0) -> None:
+    """Refuse a size that no picture may have.
+
+    Args:
+        size: Width and height in pixels.
+        limits: Pixels and side.
+        index: Place of the picture in the request, for messages.
+
+    Raises:
+        ImageError: It is over a limit.
+    """
     width, height = size
     if max(size) > limits.max_side:
         raise failure(ImageError, index, f"{width} x {height} pixels, at most {limits.max_side} on a side are read")
@@ -360,7 +371,7 @@ def _pil_orientation(image: Image.Image) -> int:
 
 
 def _from_pil(source: Image.Image, limits: Limits, index: int) -> Picture:
-    _check_size(source.size, limits, index)
+    check_size(source.size, limits, index)
     if min(source.size) < 1:
         raise failure(ImageError, index, f"{source.width} x {source.height} pixels: a side must be at least 1")
     _load(source, index)
@@ -389,7 +400,7 @@ def _array_size(array: np.ndarray[Any, Any], limits: Limits, index: int) -> tupl
     if 0 in shape:
         raise failure(ImageError, index, f"an array of shape {shape} holds no pixels")
     size = shape[1], shape[0]
-    _check_size(size, limits, index)
+    check_size(size, limits, index)
     return size
 
 

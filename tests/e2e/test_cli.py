@@ -164,6 +164,8 @@ def test_models_lists_families_and_the_demo() -> None:
         (("encode", "nothing.png", "-o", "/dev/null"), errors.InvalidInputError, "/dev/null is no regular file"),
         (("encode", "nothing.png", "-o", "/no/such/x.safetensors"), errors.InvalidInputError, "no directory /no/such"),
         (("plan", "-m", "kimi-k3", "4000x3000", "--budget", "1MiB"), errors.BudgetError, "1048576"),
+        (("plan", "99999x1"), errors.ImageError, "image 0 (99999x1): 99999 x 1 pixels, at most 65535"),
+        (("check", ""), errors.CheckpointError, "is empty"),
         (("plan", "-m", "kimi-k3", "4000x3000", "--budget", "lots"), errors.ConfigError, "lots"),
         (("encode", "nothing.png"), errors.ImageError, "nothing.png"),
         (("ask", "-m", "/nowhere", "hello"), errors.CheckpointError, "/nowhere"),
@@ -188,6 +190,17 @@ def test_an_interruption_has_its_own_code(monkeypatch: pytest.MonkeyPatch, pictu
     assert caught.value.code == 130
 
 
-def test_a_wrong_option_is_refused() -> None:
-    done = moonvit("plan", "10x10", "--colour")
-    assert done.returncode == 2 and "--colour" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("plan",), "Missing argument"),
+        (("nonsense",), "'nonsense'; see 'moonvit --help'"),
+        (("ask", "--max-tokens", "0", "hello"), "'--max-tokens'"),
+        (("plan", "--no-such-option", "3x4"), "--no-such-option"),
+    ],
+)
+def test_wrong_usage_is_one_line_that_points_to_the_help(words: tuple[str, ...], said: str) -> None:
+    done = moonvit(*words)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("moonvit: ") and done.stderr.count("\n") == 1
+    assert said in done.stderr and "--help" in done.stderr

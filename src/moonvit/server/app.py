@@ -431,8 +431,6 @@ def run(engine: Engine, settings: Settings) -> None:
     # Only our own loggers are turned up: those of the libraries write headers and addresses of requests.
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("moonvit").setLevel(settings.log_level.upper())
-    if settings.host not in ("127.0.0.1", "::1", "localhost") and settings.api_key is None:
-        log.warning("listening on %s without a key: whoever reaches this port can use the model", settings.host)
     app = create_app(engine, settings)
 
     class Server(uvicorn.Server):
@@ -441,6 +439,8 @@ def run(engine: Engine, settings: Settings) -> None:
             if self.started:
                 host = f"[{settings.host}]" if family == socket.AF_INET6 else settings.host
                 port = listener.getsockname()[1]
+                if settings.host not in ("127.0.0.1", "::1", "localhost") and settings.api_key is None:
+                    log.warning("listening on %s without a key: whoever reaches it can use the model", settings.host)
                 log.info("%s is served on http://%s:%d (Ctrl-C stops it)", engine.info.model, host, port)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:

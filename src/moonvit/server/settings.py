@@ -34,7 +34,7 @@ class Settings(BaseSettings):
     cors_origins: Names = Field((), description="Web origins whose pages may call the API; none by default.")
     max_body: ByteSize = Field(ByteSize(64 << 20), gt=0, description="Bytes of one request body.")
     max_pending: ByteSize = Field(ByteSize(256 << 20), gt=0, description="Bytes of bodies and fetched pictures held.")
-    max_images: int = Field(32, ge=0, description="Pictures in one request, its history included.")
+    max_images: int = Field(32, ge=0, description="Pictures in one request, its history included; 0 is none.")
     max_running: int = Field(4, ge=1, description="Requests the engine works on at once.")
     max_waiting: int = Field(32, ge=0, description="Requests that may wait for their turn; the next one gets 429.")
     media_hosts: Names = Field(
@@ -43,8 +43,8 @@ class Settings(BaseSettings):
     media_private: bool = Field(False, description="Let the media hosts resolve to private addresses.")
     media_workers: int = Field(8, ge=1, le=256, description="Picture addresses fetched at once.")
     media_timeout: float = Field(10.0, gt=0, le=600, description="Seconds for one picture address, redirects included.")
-    body_timeout: float = Field(60.0, gt=0, description="Seconds in which a request body must arrive.")
-    write_timeout: float = Field(60.0, gt=0, description="Seconds a client may stop reading a stream.")
+    body_timeout: float = Field(60.0, gt=0, le=3600, description="Seconds in which a request body must arrive.")
+    write_timeout: float = Field(60.0, gt=0, le=3600, description="Seconds a client may stop reading a stream.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="What is logged.")
 
     @field_validator("cors_origins", "media_hosts", mode="before")
