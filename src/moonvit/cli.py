@@ -495,7 +495,9 @@ def serve(
 def main() -> None:
     """Run the command line and leave with the exit code of what went wrong, if anything did."""
     try:
-        code = app(standalone_mode=False)  # typer gives the code of an interruption back instead of raising it
+        code = app(
+            prog_name="moonvit", standalone_mode=False
+        )  # typer gives the code of an interruption back instead of raising it
         if code:
             raise SystemExit(code)
     except MoonvitError as error:
