@@ -296,7 +296,7 @@ def test_an_unreadable_picture_fails_the_request_before_any_other_runs(enc: Visi
 
 
 def test_over_budget_is_refused_with_both_numbers(no_work: None) -> None:
-    with pytest.raises(BudgetError, match="image 0 of 4 patches .* the budget allows 1000"):
+    with pytest.raises(BudgetError, match=r"image 0 of 4 patches .* the budget allows 1000"):
         small("kimi-k2.5", budget=Budget(1000))
     enc = small("kimi-k2.5", budget=Budget(100_000))
     for call in (
