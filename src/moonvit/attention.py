@@ -215,8 +215,26 @@ def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     return "sdpa"
 
 
+def packs_keys(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernel of ``sdpa`` copies keys and values for every call.
+
+    Args:
+        device: Where the tower's weights are.
+        dtype: Their dtype.
+
+    Returns:
+        True for bfloat16 on CPUs with instructions for it.
+    """
+    return device.type == "cpu" and dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def attend(
-    q_RNH: torch.Tensor, k_LNH: torch.Tensor, v_LNH: torch.Tensor, spans: Spans, backend: Backend
+    q_RNH: torch.Tensor,
+    k_LNH: torch.Tensor,
+    v_LNH: torch.Tensor,
+    spans: Spans,
+    backend: Backend,
+    heads_at_once: int | None = None,
 ) -> torch.Tensor:
     """Softmax attention, not causal, scale ``H ** -0.5``, each image within itself.
 
@@ -226,6 +244,7 @@ def attend(
         v_LNH: Values, likewise.
         spans: Which queries see which keys.
         backend: One of ``BACKENDS``.
+        heads_at_once: Heads of one kernel call on a CPU, where kernels copy keys and values; None is all.
 
     Returns:
         (R, N, H) in the dtype of the queries.
@@ -236,7 +255,7 @@ def attend(
     function = BACKENDS.get(backend)
     if function is None:
         raise ConfigError(f"attention backend {backend!r} is unknown; known: {', '.join(BACKENDS)}", param="attention")
-    return function(q_RNH, k_LNH, v_LNH, spans)
+    return function(q_RNH, k_LNH, v_LNH, spans, heads_at_once)
 
 
 def _per_image(
@@ -245,26 +264,34 @@ def _per_image(
     k_LNH: torch.Tensor,
     v_LNH: torch.Tensor,
     spans: Spans,
+    heads_at_once: int | None = None,
 ) -> torch.Tensor:
-    """Run a one-image kernel on (1, N, rows, H) tensors for every image of the chunk."""
-    out_RNH: torch.Tensor | None = None
+    """Run a one-image kernel on (1, N, rows, H) tensors for every image of the chunk, some heads at a time."""
+    heads = q_RNH.shape[1]
+    step = heads if heads_at_once is None else min(heads, heads_at_once)
+    whole = step == heads and len(spans.items) == 1
+    out_RNH = None if whole else torch.empty_like(q_RNH)
     for q_start, q_stop, k_start, k_stop in spans.items:
-        heads = (
-            t.transpose(0, 1).unsqueeze(0)
-            for t in (q_RNH[q_start:q_stop], k_LNH[k_start:k_stop], v_LNH[k_start:k_stop])
-        )
-        result_RNH = one_image(*heads).squeeze(0).transpose(0, 1)
-        if len(spans.items) == 1:
-            return result_RNH
-        if out_RNH is None:
-            out_RNH = torch.empty_like(q_RNH)
-        out_RNH[q_start:q_stop] = result_RNH
+        for first in range(0, heads, step):
+            some = slice(first, first + step)
+            parts = (
+                t.transpose(0, 1).unsqueeze(0)
+                for t in (q_RNH[q_start:q_stop, some], k_LNH[k_start:k_stop, some], v_LNH[k_start:k_stop, some])
+            )
+            result_RNH = one_image(*parts).squeeze(0).transpose(0, 1)
+            if out_RNH is None:
+                return result_RNH
+            out_RNH[q_start:q_stop, some] = result_RNH
+            del result_RNH  # before the next one is made
     assert out_RNH is not None
     return out_RNH
 
 
-def _sdpa(q_RNH: torch.Tensor, k_LNH: torch.Tensor, v_LNH: torch.Tensor, spans: Spans) -> torch.Tensor:
-    return _per_image(_sdpa_kernel(q_RNH), q_RNH, k_LNH, v_LNH, spans)
+def _sdpa(
+    q_RNH: torch.Tensor, k_LNH: torch.Tensor, v_LNH: torch.Tensor, spans: Spans, heads_at_once: int | None
+) -> torch.Tensor:
+    step = heads_at_once if q_RNH.device.type == "cpu" else None
+    return _per_image(_sdpa_kernel(q_RNH), q_RNH, k_LNH, v_LNH, spans, step)
 
 
 def _sdpa_kernel(query: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -294,7 +321,9 @@ def _cuda_fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tens
     return F.scaled_dot_product_attention(q, k, v)
 
 
-def _varlen(q_RNH: torch.Tensor, k_LNH: torch.Tensor, v_LNH: torch.Tensor, spans: Spans) -> torch.Tensor:
+def _varlen(
+    q_RNH: torch.Tensor, k_LNH: torch.Tensor, v_LNH: torch.Tensor, spans: Spans, heads_at_once: int | None
+) -> torch.Tensor:
     function = _varlen_function()
     if function is None or spans.cu_q is None or spans.cu_k is None:
         raise ConfigError(
@@ -307,7 +336,9 @@ def _varlen(q_RNH: torch.Tensor, k_LNH: torch.Tensor, v_LNH: torch.Tensor, spans
     return output
 
 
-def _reference(q_RNH: torch.Tensor, k_LNH: torch.Tensor, v_LNH: torch.Tensor, spans: Spans) -> torch.Tensor:
+def _reference(
+    q_RNH: torch.Tensor, k_LNH: torch.Tensor, v_LNH: torch.Tensor, spans: Spans, heads_at_once: int | None
+) -> torch.Tensor:
     def one_image(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         scores = q.float() @ k.float().transpose(-1, -2) / math.sqrt(q.shape[-1])
         return (scores.softmax(dim=-1) @ v.float()).to(q.dtype)
@@ -315,7 +346,7 @@ def _reference(q_RNH: torch.Tensor, k_LNH: torch.Tensor, v_LNH: torch.Tensor, sp
     return _per_image(one_image, q_RNH, k_LNH, v_LNH, spans)
 
 
-BACKENDS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Spans], torch.Tensor]] = {
+BACKENDS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Spans, int | None], torch.Tensor]] = {
     "sdpa": _sdpa,
     "varlen": _varlen,
     "reference": _reference,

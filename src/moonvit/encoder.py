@@ -33,7 +33,7 @@ from moonvit.images import (
     picture_size,
 )
 from moonvit.model import FLOAT_DTYPES, VisionModel, as_patches, check_frames
-from moonvit.plan import Batch, Budget, Plan, make_plan
+from moonvit.plan import Batch, Budget, Machine, Plan, make_plan
 from moonvit.preprocess import patches_from, resize_plan
 from moonvit.sources import is_address
 
@@ -286,7 +286,9 @@ class VisionEncoder:
             raise EmptyInputError("nothing to encode: a request needs at least one picture")
         check_frames(self.config, grids)
         name = str(self.dtype).removeprefix("torch.")
-        return make_plan(self.config, grids, dtype=name, budget=self.budget, device=self.device.type)
+        bfloat16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        machine = Machine(self.device.type, torch.get_num_threads(), bfloat16)
+        return make_plan(self.config, grids, dtype=name, budget=self.budget, machine=machine)
 
     def _grid(self, item: Any, index: int) -> Grid:
         if not isinstance(item, (list, tuple)):
@@ -324,7 +326,7 @@ class VisionEncoder:
         return patches_from(picture, self.config.rule, out_LC).source_size
 
     def _run(self, pack_LC: torch.Tensor, plan: Plan, indices: Sequence[int]) -> list[torch.Tensor]:
-        meta = self.model.prepare([plan.grids[index] for index in indices], plan.rows)
+        meta = self.model.prepare([plan.grids[index] for index in indices], plan.rows, plan.groups)
         results: list[torch.Tensor] = self.model(pack_LC.to(self.device), meta, self.dtype)
         return results
 

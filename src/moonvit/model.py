@@ -7,7 +7,9 @@ works on host integers and does all transfers. ``forward`` then never asks the d
 
 Of a micro-batch only three things exist for all its rows: ``hidden`` (L, D), the keys and the values of the layer at
 hand (L, 2Q). Everything else lives for one chunk of R rows: normalised rows, queries, attention output, MLP, merged
-rows, projector. Workspace is therefore ``s * L * (D + 2Q)`` bytes and a constant that R sets.
+rows, projector. Workspace is therefore ``s * L * (D + 2Q)`` bytes and a constant that R sets. Where even that is too
+much, a block goes through its heads in G groups: keys and values of one group, and attended rows of all, take
+``s * L * (2Q / G + Q)``.
 
 Names in the state dict are those of the official checkpoints. There are no buffers.
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,13 +35,14 @@ from moonvit.attention import (
     choose_backend,
     make_rotary,
     make_spans,
+    packs_keys,
     rotate_,
     row_ranges,
 )
 from moonvit.errors import ConfigError, GridError, InvalidInputError
 from moonvit.families import PATCH, PATCH_VALUES, PREFIXES, VisionConfig
 from moonvit.grids import Grid, as_grids
-from moonvit.plan import POSITION_BAND
+from moonvit.plan import NORM_VALUES, POSITION_BAND, TOKEN_ROWS, heads_at_once
 from moonvit.preprocess import NORMALISE
 
 ROWS = 256
@@ -68,6 +71,8 @@ class Metadata:
         grids: The images, in pack order.
         starts: First row of each image, and the end of the last (images + 1).
         rows: Rows of a chunk at most.
+        groups: Parts that the heads of a block are cut into.
+        heads_at_once: Heads of one attention call; None is all.
         backend: Attention backend the spans were made for.
         chunks: The pack cut into chunks.
         same_grid: For each distinct (h, w), the images that have it.
@@ -80,6 +85,8 @@ class Metadata:
     grids: tuple[Grid, ...]
     starts: tuple[int, ...]
     rows: int
+    groups: int
+    heads_at_once: int | None
     backend: Backend
     chunks: tuple[Chunk, ...]
     same_grid: tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
@@ -112,8 +119,28 @@ def frame_table(frames: int, width: int) -> torch.Tensor:
 # ---- layers, with official names ------------------------------------------------------------------------------------
 
 
+class RMSNorm(nn.RMSNorm):
+    """torch's, some rows at a time on the CPU: there it is put together from operations on float32 copies."""
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Normalise rows, (R, D) to (R, D).
+
+        Args:
+            x: The rows.
+            out: Where the result goes, in any floating dtype; may be ``x`` itself.
+        """
+        if x.device.type != "cpu":
+            normed: torch.Tensor = super().forward(x)
+            return normed if out is None else out.copy_(normed)
+        out = torch.empty_like(x) if out is None else out
+        rows = max(1, NORM_VALUES // x.shape[-1])
+        for start in range(0, x.shape[0], rows):
+            out[start : start + rows] = super().forward(x[start : start + rows])
+        return out
+
+
 def _norm(config: VisionConfig) -> nn.Module:
-    kind = nn.RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
+    kind = RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
     return kind(config.hidden_size, eps=config.norm_eps)
 
 
@@ -171,6 +198,7 @@ class PositionTable(nn.Module):
                             rows_HWB.add_(band_HWB + meta.frame_TD[frame, first:last])
                         else:
                             rows_HWB.add_(band_HWB)
+                del band_HWB, rows_HWB  # before the next band is made
 
 
 class PatchEmbed(nn.Module):
@@ -200,6 +228,7 @@ class PatchEmbed(nn.Module):
             # A product of strided rows rounds differently; patches give the same bits however they lie.
             rows_RC = rows_RC.to(weight_DC.dtype).contiguous()
             _linear(rows_RC, weight_DC, self.proj.bias, hidden_LD[chunk.start : chunk.stop])
+            del rows_RC
         self.pos_emb.add_to_(hidden_LD, meta)
         return hidden_LD
 
@@ -220,6 +249,20 @@ class MLP(nn.Module):
         return out_RD
 
 
+class Scratch(NamedTuple):
+    """What the blocks of a pass share.
+
+    Attributes:
+        keys_LQ: Keys of one group of heads, (L, Q / groups).
+        values_LQ: Its values, likewise.
+        attended_LQ: Attention output of all heads (L, Q), where there are several groups.
+    """
+
+    keys_LQ: torch.Tensor
+    values_LQ: torch.Tensor
+    attended_LQ: torch.Tensor | None
+
+
 class Block(nn.Module):
     """One pre-norm transformer block, in place on ``hidden``."""
 
@@ -232,32 +275,64 @@ class Block(nn.Module):
         self.wo = nn.Linear(config.qkv_size, config.hidden_size, bias=config.attn_bias)
         self.mlp = MLP(config)
 
-    def forward(self, hidden_LD: torch.Tensor, kv_L2Q: torch.Tensor, meta: Metadata) -> None:
+    def forward(self, hidden_LD: torch.Tensor, scratch: Scratch, meta: Metadata) -> None:
         """Run the block.
 
         Args:
             hidden_LD: The residual stream, changed in place.
-            kv_L2Q: Scratch for keys and values (L, 2, Q).
+            scratch: Memory for keys and values.
             meta: What ``prepare`` made.
         """
-        q_size = kv_L2Q.shape[-1]
-        weight, bias = self.wqkv.weight, self.wqkv.bias
-        bias_q, bias_kv = (None, None) if bias is None else (bias[:q_size], bias[q_size:])
-        k_LNH, v_LNH = torch.unflatten(kv_L2Q, -1, (self.heads, -1)).unbind(1)
-
-        for chunk in meta.chunks:  # keys and values of every row, before any row of hidden changes
-            rows = slice(chunk.start, chunk.stop)
-            _linear(self.norm0(hidden_LD[rows]), weight[q_size:], bias_kv, kv_L2Q[rows].flatten(1))
-            rotate_(k_LNH[rows], meta.rotary.cis(chunk.start, chunk.stop))
-
+        for group in range(meta.groups):
+            self._fill(hidden_LD, scratch, meta, group)
+            if scratch.attended_LQ is not None:
+                columns_LQ = torch.unflatten(scratch.attended_LQ, 1, (meta.groups, -1))[:, group]
+                for chunk in meta.chunks:
+                    columns_LQ[chunk.start : chunk.stop] = self._attended(hidden_LD, scratch, meta, chunk, group)
         for chunk in meta.chunks:
-            rows_RD = hidden_LD[chunk.start : chunk.stop]
-            q_RQ = F.linear(self.norm0(rows_RD), weight[:q_size], bias_q)
-            q_RNH = torch.unflatten(q_RQ, -1, (self.heads, -1))
-            rotate_(q_RNH, meta.rotary.cis(chunk.start, chunk.stop))
-            attended_RNH = attend(q_RNH, k_LNH, v_LNH, chunk.spans, meta.backend)
-            rows_RD.add_(self.wo(attended_RNH.flatten(1)))
-            rows_RD.add_(self.mlp(self.norm1(rows_RD)))
+            self._finish(hidden_LD, scratch, meta, chunk)
+
+    def _fill(self, hidden_LD: torch.Tensor, scratch: Scratch, meta: Metadata, group: int) -> None:
+        """Keys and values of every row and one group of heads, before any row of hidden changes."""
+        for chunk in meta.chunks:
+            rows = slice(chunk.start, chunk.stop)
+            normed_RD = self.norm0(hidden_LD[rows])
+            for part, out_LQ in ((1, scratch.keys_LQ), (2, scratch.values_LQ)):
+                _linear(normed_RD, *self._projection(part, group, out_LQ.shape[1]), out_LQ[rows])
+            del normed_RD
+            rotate_(self._heads(scratch.keys_LQ[rows], meta), meta.rotary.cis(chunk.start, chunk.stop))
+
+    def _attended(
+        self, hidden_LD: torch.Tensor, scratch: Scratch, meta: Metadata, chunk: Chunk, group: int
+    ) -> torch.Tensor:
+        """Attention output (R, Q / groups) of a chunk of rows and one group of heads."""
+        width = scratch.keys_LQ.shape[1]
+        q_RQ = hidden_LD.new_empty(chunk.stop - chunk.start, width)
+        _linear(self.norm0(hidden_LD[chunk.start : chunk.stop]), *self._projection(0, group, width), q_RQ)
+        q_RNH = self._heads(q_RQ, meta)
+        rotate_(q_RNH, meta.rotary.cis(chunk.start, chunk.stop))
+        k_LNH, v_LNH = self._heads(scratch.keys_LQ, meta), self._heads(scratch.values_LQ, meta)
+        return attend(q_RNH, k_LNH, v_LNH, chunk.spans, meta.backend, meta.heads_at_once).flatten(1)
+
+    def _finish(self, hidden_LD: torch.Tensor, scratch: Scratch, meta: Metadata, chunk: Chunk) -> None:
+        """Add attention and MLP to a chunk of rows."""
+        rows_RD = hidden_LD[chunk.start : chunk.stop]
+        if scratch.attended_LQ is None:
+            attended_RQ = self._attended(hidden_LD, scratch, meta, chunk, 0)
+        else:
+            attended_RQ = scratch.attended_LQ[chunk.start : chunk.stop]
+        rows_RD.add_(self.wo(attended_RQ))
+        del attended_RQ
+        rows_RD.add_(self.mlp(self.norm1(rows_RD)))
+
+    def _projection(self, part: int, group: int, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of the queries (part 0), keys (1) or values (2) of one group of heads."""
+        first = part * self.wo.in_features + group * width
+        bias = self.wqkv.bias
+        return self.wqkv.weight[first : first + width], None if bias is None else bias[first : first + width]
+
+    def _heads(self, x_RQ: torch.Tensor, meta: Metadata) -> torch.Tensor:
+        return torch.unflatten(x_RQ, -1, (self.heads // meta.groups, -1))
 
 
 class Encoder(nn.Module):
@@ -271,9 +346,11 @@ class Encoder(nn.Module):
 
     def forward(self, hidden_LD: torch.Tensor, meta: Metadata) -> None:
         """Run all blocks, in place; ``final_layernorm`` follows row by row in ``merge``."""
-        kv_L2Q = hidden_LD.new_empty(hidden_LD.shape[0], 2, self.qkv_size)
+        length, width = hidden_LD.shape[0], self.qkv_size // meta.groups
+        keys_LQ, values_LQ = (hidden_LD.new_empty(length, width) for _ in range(2))
+        attended_LQ = hidden_LD.new_empty(length, self.qkv_size) if meta.groups > 1 else None
         for block in self.blocks:
-            block(hidden_LD, kv_L2Q, meta)
+            block(hidden_LD, Scratch(keys_LQ, values_LQ, attended_LQ), meta)
 
     def merge(self, hidden_LD: torch.Tensor, index_R4: torch.Tensor, grid: Grid) -> torch.Tensor:
         """Final norm, mean over frames, and 2 x 2 patches side by side, for some tokens of one image.
@@ -290,9 +367,10 @@ class Encoder(nn.Module):
         merged: torch.Tensor = self.final_layernorm(hidden_LD.index_select(0, rows))
         if grid.t > 1:
             total = merged.float()
+            del merged
             for frame in range(1, grid.t):
                 total += self.final_layernorm(hidden_LD.index_select(0, rows + frame * grid.h * grid.w))
-            merged = (total / grid.t).to(hidden_LD.dtype)
+            merged = total.div_(grid.t).to(hidden_LD.dtype)
         return merged.view(index_R4.shape[0], -1)
 
 
@@ -318,7 +396,7 @@ class Projector(nn.Module):
             self.linear_1, self.linear_2 = first, last
         else:
             self.proj = nn.Sequential(first, nn.GELU(), last)
-        self.post_norm = nn.RMSNorm(text, eps=eps) if config.projector == "post_norm" else None
+        self.post_norm = RMSNorm(text, eps=eps) if config.projector == "post_norm" else None
 
     @property
     def linears(self) -> tuple[nn.Linear, nn.Linear]:
@@ -350,9 +428,13 @@ class Projector(nn.Module):
         torch.ops.aten.gelu_(x)
         if self.post_norm is None and out_RE.dtype == self.dtype:
             _linear(x, last.weight, last.bias, out_RE)
+        elif self.post_norm is None:
+            out_RE.copy_(last(x))
+        elif out_RE.dtype == self.dtype:
+            _linear(x, last.weight, last.bias, out_RE)
+            self.post_norm(out_RE, out=out_RE)
         else:
-            x = last(x)
-            out_RE.copy_(x if self.post_norm is None else self.post_norm(x))
+            self.post_norm(last(x), out=out_RE)
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
@@ -450,12 +532,13 @@ class VisionModel(nn.Module):
         """Device of the tower."""
         return self.vision_tower.patch_embed.pos_emb.weight.device
 
-    def prepare(self, grids: Iterable[Any], rows: int = ROWS) -> Metadata:
+    def prepare(self, grids: Iterable[Any], rows: int = ROWS, groups: int = 1) -> Metadata:
         """Everything a pass over some images needs beside weights and patches.
 
         Args:
             grids: Images of one pack: anything ``as_grids`` reads, on the host.
             rows: Rows of a chunk at most; fewer take less memory, more are faster.
+            groups: Parts that the heads are cut into; a divisor of their number. More take less memory and more time.
 
         Returns:
             Metadata on the model's device, good for any number of passes over patches of these grids.
@@ -463,13 +546,15 @@ class VisionModel(nn.Module):
         Raises:
             EmptyInputError: There are no grids.
             GridError: A grid is not legal, or has more frames than this tower takes.
-            ConfigError: ``rows`` is under 1, or the attention backend is unknown.
+            ConfigError: ``rows`` is under 1, the heads have no such groups, or the attention backend is unknown.
         """
         config, device = self.config, self.device
         pack = as_grids(grids)
         check_frames(config, pack)
         if rows < 1:
             raise ConfigError(f"rows = {rows}, must be at least 1", param="rows")
+        if groups < 1 or config.num_heads % groups:
+            raise ConfigError(f"groups = {groups}, must divide {config.num_heads} heads", param="groups")
         backend: Any = choose_backend(device, self.dtype) if self.attention == "auto" else self.attention
 
         starts, merge_index = [0], []
@@ -491,6 +576,8 @@ class VisionModel(nn.Module):
             grids=pack,
             starts=offsets,
             rows=rows,
+            groups=groups,
+            heads_at_once=heads_at_once(max(grid.patches for grid in pack), packs_keys(device, self.dtype)),
             backend=backend,
             chunks=chunks,
             same_grid=tuple((size, tuple(images)) for size, images in same_grid.items()),
@@ -529,15 +616,16 @@ class VisionModel(nn.Module):
         for grid in meta.grids:
             index_M4 = meta.merge_index_M4[token : token + grid.tokens]
             features_ME = self._new_features(grid.tokens, dtype)
-            for start, stop in row_ranges(grid.tokens, meta.rows):
-                merged_RK = tower.encoder.merge(hidden_LD, index_M4[start:stop], grid)
-                projector(merged_RK, features_ME[start:stop])
+            for start, stop in row_ranges(grid.tokens, min(meta.rows, TOKEN_ROWS)):
+                projector(tower.encoder.merge(hidden_LD, index_M4[start:stop], grid), features_ME[start:stop])
             features.append(features_ME)
             token += grid.tokens
         return features
 
     @torch.no_grad()
-    def project(self, merged_MK: torch.Tensor, rows: int = ROWS, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def project(
+        self, merged_MK: torch.Tensor, rows: int = TOKEN_ROWS, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """The projector alone, for features that come from somewhere else.
 
         Args:

@@ -133,11 +133,11 @@ def test_backends_agree_with_a_dense_mask(
     starts = (0, 4, 37, 39, 120)
     q, k, v = _packed(starts, heads, head_dim, torch.float32)
     expected = _by_hand(q, k, v, starts)
-    for rows in (7, 50, 1000):
+    for rows, heads_at_once in ((7, None), (50, 1), (1000, 2), (1000, 100)):
         out = torch.empty_like(q)
         for start, stop in row_ranges(starts[-1], rows):
             spans = make_spans(start, stop, starts, backend, CPU)
-            out[start:stop] = attend(q[start:stop], k, v, spans, backend)
+            out[start:stop] = attend(q[start:stop], k, v, spans, backend, heads_at_once)
         assert (out.double() - expected).abs().max() < 1e-5 * expected.abs().max()
 
 

@@ -24,8 +24,10 @@ FAMILY_NAMES = list(FAMILIES)
 VIDEO_FAMILIES = [name for name in FAMILY_NAMES if FAMILIES[name].pos_emb_time > 1]
 
 
-def encode(model: VisionModel, patches: torch.Tensor, grids: list[Any], rows: int = 256) -> list[torch.Tensor]:
-    return model(patches, model.prepare(grids, rows))
+def encode(
+    model: VisionModel, patches: torch.Tensor, grids: list[Any], rows: int = 256, groups: int = 1
+) -> list[torch.Tensor]:
+    return model(patches, model.prepare(grids, rows, groups))
 
 
 @pytest.fixture(params=FAMILY_NAMES)
@@ -315,20 +317,30 @@ def test_alone_among_others_in_any_order_and_any_chunks(
     model = random_model(config, seed=seed)
     pictures = [random_patches([grid], seed + index) for index, grid in enumerate(grids)]
     alone = [encode(model, picture, [grid])[0] for picture, grid in zip(pictures, grids, strict=True)]
-    together = encode(model, torch.cat(pictures), grids, rows)
+    groups = data.draw(st.sampled_from([n for n in range(1, 5) if config.num_heads % n == 0]))
+    together = encode(model, torch.cat(pictures), grids, rows, groups)
     assert [f.shape for f in together] == [(Grid(*grid).tokens, 20) for grid in grids]
     assert max_relative_error(together, alone) < GATE
-    again = encode(model, torch.cat(pictures), grids, rows)
+    again = encode(model, torch.cat(pictures), grids, rows, groups)
     assert all(torch.equal(a, b) for a, b in zip(together, again, strict=True))
 
     order = data.draw(st.permutations(range(len(grids))))
-    shuffled = encode(model, torch.cat([pictures[i] for i in order]), [grids[i] for i in order], rows)
+    shuffled = encode(model, torch.cat([pictures[i] for i in order]), [grids[i] for i in order], rows, groups)
     assert max_relative_error(shuffled, [alone[i] for i in order]) < GATE
 
     changed = data.draw(st.integers(0, len(grids) - 1))
     pictures[changed] = random_patches([grids[changed]], seed + 99) * 3
-    for index, features in enumerate(encode(model, torch.cat(pictures), grids, rows)):
+    for index, features in enumerate(encode(model, torch.cat(pictures), grids, rows, groups)):
         assert torch.equal(features, together[index]) == (index != changed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_in_groups_give_the_same(model: VisionModel, dtype: torch.dtype) -> None:
+    model = model.to(dtype)
+    patches, heads = random_patches(IMAGES), model.config.num_heads
+    whole = encode(model, patches, IMAGES, 100)
+    parts = encode(model, patches, IMAGES, 100, heads)
+    assert max_relative_error(parts, whole) < (GATE if dtype == torch.float32 else 0.02)
 
 
 def test_metadata_may_be_used_again(model: VisionModel) -> None:
@@ -441,7 +453,8 @@ def test_forward_runs_without_values(model: VisionModel, dtype: torch.dtype) -> 
             features[0].sum().item()
 
 
-def test_only_hidden_keys_and_values_are_as_long_as_the_pack() -> None:
+@pytest.mark.parametrize("groups", [1, 3])
+def test_only_hidden_keys_and_values_are_as_long_as_the_pack(groups: int) -> None:
     class Sizes(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()
@@ -455,11 +468,12 @@ def test_only_hidden_keys_and_values_are_as_long_as_the_pack() -> None:
                     self.elements[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
             return result
 
-    config = tiny("kimi-k2.5", hidden_size=72, intermediate_size=288)
+    config = tiny("kimi-k2.5", hidden_size=72, intermediate_size=288, num_heads=3)
     model = random_model(config)
     grids, rows = [(1, 64, 64)], 32
-    meta, patches = model.prepare(grids, rows), random_patches(grids)
-    whole = {4096 * 72: "hidden", 4096 * 144: "keys and values", 1024 * 48: "features", 4096 * 588: "patches"}
+    meta, patches = model.prepare(grids, rows, groups), random_patches(grids)
+    whole = {4096 * 72: "hidden, or attended rows of all heads", 4096 * 72 // groups: "keys or values of a group"}
+    whole |= {1024 * 48: "features", 4096 * 588: "patches"}
     whole |= {parameter.numel(): "weight" for parameter in model.parameters()}
     whole |= {4096 * 64: "a band of positions"}
     with Sizes() as sizes:
@@ -494,6 +508,8 @@ def test_grids_are_checked_before_anything_is_made(model: VisionModel) -> None:
             model.prepare([(2, 2), bad])
     with pytest.raises(ConfigError, match="rows = 0"):
         model.prepare([(2, 2)], rows=0)
+    with pytest.raises(ConfigError, match="groups = 7, must divide"):
+        model.prepare([(2, 2)], groups=7)
 
 
 def test_kimi_vl_takes_no_frames() -> None:

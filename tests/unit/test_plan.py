@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import FrozenInstanceError
 from itertools import accumulate
 from typing import Any
@@ -17,7 +17,7 @@ from moonvit.errors import BudgetError, ConfigError, EmptyInputError, GridError
 from moonvit.families import FAMILIES, VisionConfig, family_config
 from moonvit.grids import Grid
 from moonvit.model import VisionModel
-from moonvit.plan import ROWS, Budget, chunk_rows, image_flops, make_plan, workspace_of
+from moonvit.plan import ROWS, Budget, Machine, Plan, chunk_rows, heads_at_once, image_flops, make_plan, workspace_of
 
 K25, K3, VL = (family_config(name) for name in ("kimi-k2.5", "kimi-k3", "kimi-vl"))
 STAGES = [
@@ -25,6 +25,7 @@ STAGES = [
     "rope",
     "hidden",
     "kv",
+    "attended",
     "embed",
     "positions",
     "attention",
@@ -139,11 +140,11 @@ def test_batches_are_consecutive_and_no_larger_than_the_largest_image(tight: boo
     rng = random.Random(0)
     for _ in range(100):
         grids = random_grids(rng, rng.randint(1, 30))
-        plan = make_plan(K25, grids, dtype="float32", device="cuda")
+        plan = make_plan(K25, grids, dtype="float32", machine=Machine("cuda"))
         if tight:
             needed = plan.workspace_bytes
-            plan = make_plan(K25, grids, dtype="float32", device="cuda", budget=Budget(needed - needed // 50))
-            assert plan.rows < ROWS[0] and plan.workspace_bytes <= needed - needed // 50
+            plan = make_plan(K25, grids, dtype="float32", machine=Machine("cuda"), budget=Budget(needed - needed // 50))
+            assert (plan.groups, -plan.rows) > (1, -ROWS[0]) and plan.workspace_bytes <= needed - needed // 50
         assert [index for batch in plan.batches for index in batch.indices] == list(range(len(grids)))
         most = max(grid.patches for grid in grids)
         for batch in plan.batches:
@@ -164,37 +165,56 @@ def test_workspace_follows_the_largest_image(name: str, dtype: str) -> None:
         assert plan.stages["patches"] == alone.stages["patches"]
 
 
-def test_workspace_grows_by_what_the_design_says() -> None:
-    """A patch takes s * (D + 2Q) bytes, and a rotary index; twice the keys and values where a CPU kernel copies them."""
-    for config in (K25, K3, VL):
-        d, q = config.hidden_size, config.qkv_size
-        for dtype, device, copies in (("float32", "cpu", 0), ("bfloat16", "cuda", 0), ("bfloat16", "cpu", 2)):
-            size = 4 if dtype == "float32" else 2
-            small, large = (make_plan(config, [Grid(1, 128, side)], dtype=dtype, device=device) for side in (128, 256))
-            patches = large.patches - small.patches
-            rope = 128 * config.head_dim // 4 * 8 + patches * (8 + 4)
-            grown = large.workspace_bytes - small.workspace_bytes
-            assert grown == patches * size * (d + 2 * q + copies * q) + rope
+@pytest.mark.parametrize(
+    ("dtype", "machine"),
+    [("float32", Machine()), ("bfloat16", Machine("cuda")), ("bfloat16", Machine(threads=2, bfloat16=False))],
+)
+@pytest.mark.parametrize("config", [K25, K3, VL])
+def test_workspace_grows_by_what_the_design_says(config: VisionConfig, dtype: str, machine: Machine) -> None:
+    """A patch takes s * (D + 2Q) bytes, and a rotary index."""
+    size = 4 if dtype == "float32" else 2
+    small, large = (make_plan(config, [Grid(1, 128, side)], dtype=dtype, machine=machine) for side in (128, 256))
+    patches = large.patches - small.patches
+    rope = 128 * config.head_dim // 4 * 8 + patches * (8 + 4)
+    grown = large.workspace_bytes - small.workspace_bytes
+    assert grown == patches * size * (config.hidden_size + 2 * config.qkv_size) + rope
+
+
+def test_heads_in_groups_need_less() -> None:
+    """With G groups a patch takes s * (D + Q + 2Q / G) bytes."""
+    grids = [Grid(1, 128, 128)]
+    free = make_plan(K3, grids, dtype="float32")
+    assert free.groups == 1 and free.stages["attended"] == 0
+    tight = make_plan(K3, grids, dtype="float32", budget=Budget(free.workspace_bytes * 7 // 10))
+    assert tight.groups >= 3 and K3.num_heads % tight.groups == 0
+    assert tight.stages["kv"] == free.stages["kv"] // tight.groups
+    assert tight.stages["attended"] == free.stages["kv"] // 2
+    assert tight.workspace_bytes <= free.workspace_bytes * 7 // 10
+    assert (tight.tokens, tight.flops) == (free.tokens, free.flops)
+
+
+def test_copies_of_keys_stay_bounded() -> None:
+    """Where the kernel of a CPU copies keys and values, it is given fewer heads the longer the image is."""
+    assert [heads_at_once(longest, True) for longest in (4, 4096, 4097, 16384, 16385, 70000)] == [4, 4, 2, 2, 1, 1]
+    assert heads_at_once(70000, False) is None
 
 
 def test_a_budget_makes_chunks_and_batches_smaller() -> None:
     grids = [Grid(1, 20, 20), Grid(1, 40, 40), Grid(1, 10, 10), Grid(1, 12, 12), Grid(1, 40, 40)]
-    free = make_plan(K25, grids)
-    assert free.rows == 256 and free.budget_bytes is None
-    assert make_plan(K25, grids, budget=Budget(free.workspace_bytes)).rows == 256
-    tight = free
-    seen = set()
-    for budget in range(free.workspace_bytes, 0, -100_000):
+    free = make_plan(K25, grids, dtype="float32")
+    assert (free.rows, free.groups, free.budget_bytes) == (256, 1, None)
+    assert make_plan(K25, grids, dtype="float32", budget=Budget(free.workspace_bytes)).rows == 256
+    seen = [(1, -256)]
+    for budget in range(free.workspace_bytes, 0, -200_000):
         try:
-            plan = make_plan(K25, grids, budget=Budget(budget))
+            plan = make_plan(K25, grids, dtype="float32", budget=Budget(budget))
         except BudgetError:
             break
         assert plan.workspace_bytes <= budget == plan.budget_bytes
-        assert plan.rows <= tight.rows
         assert plan.output_bytes == free.output_bytes and plan.flops == free.flops
-        seen.add(plan.rows)
-        tight = plan
-    assert {256, 16} <= seen and len(seen) > 4
+        assert (plan.groups, -plan.rows) >= seen[-1]
+        seen.append((plan.groups, -plan.rows))
+    assert {1, K25.num_heads} <= {groups for groups, _ in seen} and len(set(seen)) > 8
 
 
 def test_as_few_passes_as_the_order_allows() -> None:
@@ -216,10 +236,12 @@ def test_too_small_a_budget_names_image_and_both_numbers() -> None:
     with pytest.raises(BudgetError) as caught:
         make_plan(K25, grids, budget=Budget("10MiB"))
     needed = int(caught.value.message.split("needs ")[1].split()[0])
-    said = f"image 1 of 4096 patches needs {needed} bytes of workspace in chunks of 16 rows, the budget allows 10485760"
-    assert caught.value.message == said
+    assert caught.value.message == (
+        f"image 1 of 4096 patches needs {needed} bytes of workspace in chunks of 16 rows and 16 groups of heads, "
+        "the budget allows 10485760"
+    )
     assert caught.value.param == "images[1]"
-    assert make_plan(K25, grids, budget=Budget(needed)).workspace_bytes <= needed
+    assert make_plan(K25, grids, budget=Budget(needed)).workspace_bytes == needed
     with pytest.raises(BudgetError):
         make_plan(K25, grids, budget=Budget(needed - 1))
 
@@ -271,7 +293,7 @@ def test_sums() -> None:
 TINY: dict[str, dict[str, Any]] = {
     "kimi-vl": {"hidden_size": 128, "num_heads": 4, "intermediate_size": 900, "text_hidden_size": 128},
     "kimi-k2.5": {"hidden_size": 128, "num_heads": 4, "intermediate_size": 900, "text_hidden_size": 512},
-    "kimi-k3": {"hidden_size": 128, "num_heads": 2, "qkv_size": 192, "intermediate_size": 900, "text_hidden_size": 256},
+    "kimi-k3": {"hidden_size": 128, "num_heads": 6, "qkv_size": 192, "intermediate_size": 900, "text_hidden_size": 256},
 }
 """Widths at which what attention kernels take for themselves, some 150 KB a thread, is not the most there is."""
 
@@ -287,52 +309,85 @@ def peak(work: Callable[[], Any]) -> tuple[int, int]:
     return max(sums, default=0), sums[-1] if sums else 0
 
 
-def measured(model: VisionModel, grids: Sequence[Grid], rows: int) -> dict[str, int]:
-    """Bytes of the parts of a pass; features are written to a buffer that is not counted."""
+def held(model: VisionModel, grids: Sequence[Grid], plan: Plan) -> int:
+    """Most bytes of one pass beyond weights, pixels and features, metadata included."""
     patches = torch.randint(0, 256, (sum(grid.patches for grid in grids), 588), dtype=torch.uint8)
-    prepared = peak(lambda: model.prepare(grids, rows))[1]
-    meta = model.prepare(grids, rows)
-    buffers = [model._new_features(grid.tokens, None) for grid in grids]
-    embedding = peak(lambda: model.vision_tower.patch_embed(patches, meta))[0]
-    hidden = model.vision_tower.patch_embed(patches, meta)
-    blocks = hidden.nbytes + peak(lambda: model.vision_tower.encoder(hidden, meta))[0]
+    prepared = peak(lambda: model.prepare(grids, plan.rows, plan.groups))[1]
+    meta = model.prepare(grids, plan.rows, plan.groups)
+    buffers = iter([model._new_features(grid.tokens, None) for grid in grids])
     with pytest.MonkeyPatch.context() as patch:
-        ready = iter(buffers)
-        patch.setattr(model, "_new_features", lambda tokens, dtype: next(ready), raising=False)
-        whole = peak(lambda: model(patches, meta))[0]
-    return {"prepared": prepared, "embedding": embedding, "blocks": blocks, "whole": whole}
+        patch.setattr(model, "_new_features", lambda tokens, dtype: next(buffers), raising=False)
+        return prepared + peak(lambda: model(patches, meta))[0]
 
 
 REQUESTS = {
     "one": [Grid(1, 36, 36)],
     "several": [Grid(1, 18, 30), Grid(1, 10, 10), Grid(1, 6, 12)],
+    "as large as the table": [Grid(1, 16, 16)],
     "frames": [Grid(4, 12, 12)],
+    "frames and a larger image": [Grid(2, 8, 10), Grid(1, 16, 14)],
     "smallest": [Grid(1, 2, 2)],
 }
+NARROW = {"pos_emb_height": 16, "pos_emb_width": 16, "num_layers": 2}
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def machine() -> Machine:
+    return Machine("cpu", torch.get_num_threads(), torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def assert_held(model: VisionModel, plan: Plan) -> None:
+    found = max(held(model, [plan.grids[index] for index in batch.indices], plan) for batch in plan.batches)
+    assert found <= plan.workspace_bytes
+    # What oneDNN takes in half precision is an envelope of measurements; everything else is a sum of buffers.
+    envelope = plan.dtype != "float32" and machine().bfloat16
+    assert plan.workspace_bytes <= found * (1.10 if envelope else 1.01)
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
-    ("name", "request_"), [(name, kind) for name in TINY for kind in REQUESTS if (name, kind) != ("kimi-vl", "frames")]
+    ("name", "request_"), [(n, k) for n in TINY for k in REQUESTS if n != "kimi-vl" or "frames" not in k]
 )
 @torch.no_grad()
-def test_the_plan_is_what_the_allocator_gives(name: str, request_: str) -> None:
-    config = family_config(name, num_layers=2, pos_emb_height=16, pos_emb_width=16, **TINY[name])
-    grids = REQUESTS[request_]
-    plan = make_plan(config, grids, dtype="float32")
-    model = VisionModel.empty(config).init_weights_(0)
-    most = 0
-    for batch in plan.batches:
-        part = [plan.grids[index] for index in batch.indices]
-        stages = make_plan(config, part, dtype="float32").stages if len(plan.batches) == 1 else plan.stages
-        found = measured(model, part, plan.rows)
-        most = max(most, found["prepared"] + found["whole"])
-        if batch != max(plan.batches, key=lambda each: each.patches):
+def test_the_plan_is_what_the_allocator_gives(
+    name: str, request_: str, dtype: str, threads: Callable[[int], None]
+) -> None:
+    config = family_config(name, **NARROW, **TINY[name])
+    model = VisionModel.empty(config, getattr(torch, dtype)).init_weights_(0)
+    for number, share in ((2, 100), (1, 80), (2, 60)):
+        threads(number)
+        free = make_plan(config, REQUESTS[request_], dtype=dtype, machine=machine())
+        budget = Budget(max(1, free.workspace_bytes * share // 100))
+        try:
+            plan = make_plan(config, REQUESTS[request_], dtype=dtype, machine=machine(), budget=budget)
+        except BudgetError:
+            assert share < 100
             continue
-        blocks = stages["hidden"] + stages["kv"] + max(stages["attention"], stages["chunk"])
-        assert found["prepared"] == pytest.approx(stages["rope"], rel=0.01)
-        assert found["embedding"] == pytest.approx(
-            stages["hidden"] + max(stages["embed"], stages["positions"]), rel=0.01
-        )
-        assert found["blocks"] == pytest.approx(blocks, rel=0.01)
-    assert most == pytest.approx(plan.workspace_bytes, rel=0.01)
+        assert_held(model, plan)
+
+
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_random_requests_and_budgets_are_held() -> None:
+    rng = random.Random(5)
+    config = family_config("kimi-k3", **NARROW, **TINY["kimi-k3"])
+    model = VisionModel.empty(config).init_weights_(0)
+    groups = set()
+    for _ in range(40):
+        grids = random_grids(rng, rng.randint(1, 4))
+        free = make_plan(config, grids, dtype="float32", machine=machine())
+        budget = Budget(int(free.workspace_bytes * rng.uniform(0.6, 1.2)))
+        try:
+            plan = make_plan(config, grids, dtype="float32", machine=machine(), budget=budget)
+        except BudgetError:
+            continue
+        groups.add(plan.groups)
+        assert_held(model, plan)
+    assert len(groups) > 1
