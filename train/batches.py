@@ -239,7 +239,7 @@ class Stream(IterableDataset[Batch]):
         cells = [self._cells(rng), self._cells(rng)]
         # Large pictures cost far more than words, so more is asked about them.
         turns = 4 if max(r * c for r, c in cells) < 64 else 6
-        several = rng.random() < 0.2
+        several = rng.random() < 0.4
         sorts = [sort for sort in MIX if (sort == "multi") == several]
         most = min(self.most, 50) if several else self.most
         fill = rng.random() < 0.04

@@ -40,7 +40,7 @@ STAGES = (
 """From so many pictures on: the largest side in merged tokens, and how easy letters are (see ``make_sample``)."""
 
 KIND_WEIGHTS = torch.tensor(
-    [{"read": 2.0, "colour": 0.5, "shape": 0.5, "count": 1.5, "place": 1.5}.get(kind, 1.2) for kind in KINDS]
+    [{"read": 2.0, "colour": 0.5, "shape": 0.5, "count": 2.5, "multi": 2.5}.get(kind, 1.2) for kind in KINDS]
 )
 """How much an answer of each kind counts."""
 DTYPE = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
