@@ -291,7 +291,6 @@ class _Load:
     tokens: int = 0
     frames: int = 1
     longest: int = 0
-    largest_frame: int = 0
     token_rows: int = 0
     frame_token_rows: int = 0
     grids: frozenset[tuple[int, int]] = frozenset()
@@ -308,7 +307,6 @@ class _Load:
             tokens=self.tokens + grid.tokens,
             frames=max(self.frames, grid.t),
             longest=max(self.longest, grid.patches),
-            largest_frame=max(self.largest_frame, grid.h * grid.w),
             token_rows=max(self.token_rows, tokens),
             frame_token_rows=max(self.frame_token_rows, tokens) if grid.t > 1 else self.frame_token_rows,
             grids=self.grids if known else self.grids | {sides},
