@@ -26,6 +26,10 @@ LARGE = 0.35
 """Share of grids that may be as large as the stage allows; the others have at most 8 merged tokens a side."""
 INVENTED = 0.35
 """Share of the strings of training that are no words."""
+DRILLED = 0.5
+"""Share of the samples of training that are drawn with ``drill``."""
+HARD = ("How many", "Which picture", "What does picture")
+"""How the questions begin that are answered wrong most often."""
 CENTRE_OF = {"shape": 1, "bar": 2, "text": 3}
 LABEL_CLASSES = (37, 37, 9, 9, 7, 11, 10, 4, 7, 7, 7)
 """Classes of the dense labels of a patch; 0 is nothing.
@@ -239,7 +243,7 @@ class Stream(IterableDataset[Batch]):
         cells = [self._cells(rng), self._cells(rng)]
         # Large pictures cost far more than words, so more is asked about them.
         turns = 4 if max(r * c for r, c in cells) < 64 else 6
-        several = rng.random() < 0.4
+        several = rng.random() < 0.45
         sorts = [sort for sort in MIX if (sort == "multi") == several]
         most = min(self.most, 50) if several else self.most
         fill = rng.random() < 0.04
@@ -263,7 +267,11 @@ class Stream(IterableDataset[Batch]):
 
             sort = rng.choices(sorts, [MIX[name] for name in sorts])[0]
             easy = self.easy if rng.random() < 0.5 else 0.0
-            sample = make_sample(rng, size, sort=sort, easy=easy, most_turns=turns, invented=INVENTED)
+            drill = rng.random() < DRILLED
+            sample = make_sample(rng, size, sort=sort, easy=easy, most_turns=99, invented=INVENTED, drill=drill)
+            # Drawn without replacement by weight; a count or a "which picture" is asked for before a colour.
+            sample.turns.sort(key=lambda turn: rng.expovariate(3.0 if turn.question.startswith(HARD) else 1.0))
+            del sample.turns[turns:]
             picked = picked[: len(sample.images)]
             for image, marks, group in zip(sample.images, sample.marks, picked, strict=True):
                 r, c = cells[group]

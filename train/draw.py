@@ -398,12 +398,14 @@ def _text_scene(scene: Scene, several: bool) -> list[Turn]:
     return turns
 
 
-def _shape_scene(scene: Scene, most: int = 6) -> list[Turn]:
+def _shape_scene(scene: Scene, drill: bool) -> list[Turn]:
     rng = scene.rng
     room = min(scene.width, scene.height)
-    wanted = rng.randint(1, most)
-    style = rng.random()
+    wanted = rng.randint(2 if drill else 1, 6)
+    style = rng.uniform(0.3, 1.2) if drill else rng.random()
     colours = scene.free_colours()
+    if style > 1.0:
+        colours = colours[: rng.randint(2, 3)]
     size = None if wanted < 3 else rng.uniform(max(11.0, room * 0.11), max(14.0, min(120.0, room * 0.27)))
     for number in range(wanted):
         if style < 0.3 and scene.things:
@@ -450,7 +452,7 @@ def _shape_scene(scene: Scene, most: int = 6) -> list[Turn]:
     return turns
 
 
-def _chart_scene(scene: Scene) -> list[Turn]:
+def _chart_scene(scene: Scene, drill: bool) -> list[Turn]:
     rng = scene.rng
     draw = ImageDraw.Draw(scene.image)
     colours = scene.free_colours()
@@ -491,7 +493,7 @@ def _chart_scene(scene: Scene) -> list[Turn]:
     turns = [Turn("What colour is the tallest bar?", colours[best], "chart")]
     if labelled:
         turns.append(Turn("Which bar is the tallest?", labels[best].lower(), "chart"))
-    if rng.random() < 0.3:
+    if drill or rng.random() < 0.3:
         turns.append(Turn("How many bars are there?", str(number), "count"))
     return turns
 
@@ -542,9 +544,9 @@ def _multi_turns(scenes: list[Scene], rng: random.Random) -> list[Turn]:
     return turns
 
 
-def _multi_scene(scene: Scene) -> None:
+def _multi_scene(scene: Scene, drill: bool) -> None:
     rng = scene.rng
-    roll = rng.random()
+    roll = rng.uniform(0.0, 1.25) if drill else rng.random()
     colours = scene.free_colours()
     if roll < 0.5 and scene.write(colours[0]) is not None:
         return
@@ -568,6 +570,7 @@ def make_sample(
     easy: float = 0.0,
     most_turns: int = 4,
     invented: float = 0.0,
+    drill: bool = False,
 ) -> Sample:
     """Draw one sample.
 
@@ -579,6 +582,7 @@ def make_sample(
         easy: 1 draws only large letters, 0 the full range, -1 only small ones.
         most_turns: Questions at most.
         invented: Share of strings that are no words: two words spliced, or letters at random.
+        drill: Draw more of what is learned last: three pictures, several shapes of a colour, bars to count.
 
     Returns:
         One to three pictures with at least one question.
@@ -586,18 +590,18 @@ def make_sample(
     while True:
         chosen = sort or rng.choices(list(MIX), list(MIX.values()))[0]
         scenes = []
-        for number in range(rng.choice((2, 2, 3)) if chosen == "multi" else 1):
+        for number in range(rng.choice((2, 3, 3) if drill else (2, 2, 3)) if chosen == "multi" else 1):
             width, height = size(number)
             scenes.append(Scene(width, height, rng, words, easy, invented))
         scene = scenes[0]
         if chosen == "multi":
             for each in scenes:
-                _multi_scene(each)
+                _multi_scene(each, drill)
             turns = _multi_turns(scenes, rng)
         elif chosen == "shapes":
-            turns = _shape_scene(scene)
+            turns = _shape_scene(scene, drill)
         elif chosen == "chart":
-            turns = _chart_scene(scene)
+            turns = _chart_scene(scene, drill)
         elif chosen == "mixed":
             turns = _mixed_scene(scene)
         else:
