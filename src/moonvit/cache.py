@@ -1,11 +1,12 @@
-"""A cache that is bounded by bytes, not by entries: for positions, features and fetched media."""
+"""Caches that are bounded by bytes, not by entries: for positions, features and fetched media."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
-from collections.abc import Hashable
-from typing import Generic, TypeVar
+from collections.abc import Hashable, Iterable
+from typing import Any, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -69,19 +70,41 @@ class ByteLRU(Generic[K, V]):
             old = self._items.pop(key, None)
             if old is not None:
                 self._bytes -= old[1]
-            if nbytes > self.max_bytes:
+            if not self._fits(nbytes):
                 return False
-            while self._bytes + nbytes > self.max_bytes:
-                self._bytes -= self._items.popitem(last=False)[1][1]
             self._items[key] = (value, nbytes)
             self._bytes += nbytes
             return True
+
+    def make_room(self, nbytes: int) -> bool:
+        """Drop the least recently used values until one more fits, before it is made.
+
+        Args:
+            nbytes: Bytes it will take.
+
+        Returns:
+            Whether it can be kept; where it cannot, nothing is dropped.
+        """
+        with self._lock:
+            return self._fits(nbytes)
+
+    def _fits(self, nbytes: int) -> bool:
+        if nbytes > self.max_bytes:
+            return False
+        while self._bytes + nbytes > self.max_bytes:
+            self._bytes -= self._items.popitem(last=False)[1][1]
+        return True
 
     def clear(self) -> None:
         """Drop everything."""
         with self._lock:
             self._items.clear()
             self._bytes = 0
+
+    def keys(self) -> list[K]:
+        """Keys of what is held, least recently used first."""
+        with self._lock:
+            return list(self._items)
 
     @property
     def bytes(self) -> int:
@@ -90,3 +113,33 @@ class ByteLRU(Generic[K, V]):
 
     def __len__(self) -> int:
         return len(self._items)
+
+
+class WeightCache(ByteLRU[K, V]):
+    """Keeps what weights made, and forgets all of it when one of them changes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(max_bytes)
+        self._seen: list[tuple[Any, ...]] = []
+        self._moves = 0
+
+    def watch(self, weights: Iterable[Any], moves: int = 0) -> None:
+        """Drop everything if a weight is not what it was the last time: another tensor, or changed in place.
+
+        Args:
+            weights: Parameters, on any device. What is written through ``.data`` goes past torch's version counters and
+                is not seen: call ``clear`` then.
+            moves: How often the weights went to another device or dtype.
+        """
+        now = [(weight, weight.data_ptr(), -1 if weight.is_inference() else weight._version) for weight in weights]
+        with self._lock:
+            same = moves == self._moves and len(now) == len(self._seen)
+            for (weight, *state), (seen, *before) in zip(now, self._seen, strict=False):
+                # Tensors that were made in inference mode have no version: whether they changed cannot be known.
+                same = same and seen() is weight and state == before and state[1] >= 0
+            if same:
+                return
+            self._items.clear()
+            self._bytes = 0
+            self._moves = moves
+            self._seen = [(weakref.ref(weight), *state) for weight, *state in now]

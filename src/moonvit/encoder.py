@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moonvit.cache import WeightCache
 from moonvit.checkpoint import load_vision, read_config, resolve
 from moonvit.errors import ConfigError, EmptyInputError, GridError, ImageError, InvalidInputError, NonFiniteError
 from moonvit.families import PATCH_VALUES, VisionConfig, family_config
@@ -32,11 +33,13 @@ from moonvit.images import (
     open_picture,
     picture_size,
 )
-from moonvit.model import FLOAT_DTYPES, VisionModel, as_patches, check_frames
-from moonvit.plan import Batch, Budget, Machine, Plan, make_plan
-from moonvit.preprocess import patches_from, resize_plan
+from moonvit.model import FLOAT_DTYPES, Positions, VisionModel, as_patches, check_frames
+from moonvit.plan import Batch, Budget, Kept, Machine, Plan, make_plan, read_bytes
+from moonvit.preprocess import DECODED_BYTES, patches_from, resize_plan
 from moonvit.sources import is_address
 
+POSITION_CACHE = "4MiB"
+"""Bytes of position tables that are kept where nobody says: one of 36 x 36 patches at K2.5 width takes 3 MB."""
 SMALLEST = Grid(1, 2, 2)
 """The smallest picture there is, in patches."""
 _ARRAYS = ("uint8", "float16", "float32", "float64")
@@ -68,12 +71,19 @@ class VisionEncoder:
 
     Args:
         model: In evaluation mode, on the device and in the dtype to work in.
-        budget: Bytes a request may take beyond weights, inputs and outputs; a number, ``"256MiB"``, ``"auto"``.
+        budget: Bytes a request may take beyond weights, inputs, outputs and caches; a number, ``"256MiB"``, ``"auto"``.
         limits: What untrusted pictures may be.
         fetch: Who may be asked for http(s) pictures; None refuses them all.
+        position_cache: Bytes of resampled position tables that are kept for the next request, least recently used
+            first to go. Features are the same bits with and without.
+        feature_cache: Bytes of features that are kept for pictures that come again; 0 keeps none.
+
+    A weight that changes, in place or by another tensor, empties both caches; what is written through ``.data`` is not
+    seen, so call ``clear_caches`` then. ``close``, or leaving a ``with`` block, gives all memory back.
 
     Raises:
         BudgetError: Not even the smallest picture fits the budget.
+        ConfigError: A number of bytes cannot be read.
     """
 
     def __init__(
@@ -83,11 +93,15 @@ class VisionEncoder:
         budget: Budget | int | str = "auto",
         limits: Limits | None = None,
         fetch: FetchPolicy | None = None,
+        position_cache: int | str = POSITION_CACHE,
+        feature_cache: int | str = 0,
     ) -> None:
-        self.model = model
+        self._model: VisionModel | None = model
         self.budget = budget if isinstance(budget, Budget) else Budget(budget)
         self.limits = limits or DEFAULT_LIMITS
         self.fetch = fetch
+        self._positions: Positions = WeightCache(read_bytes(position_cache, "position_cache"))
+        self._features: WeightCache[Any, torch.Tensor] = WeightCache(read_bytes(feature_cache, "feature_cache"))
         self._plan([SMALLEST])  # a budget that no picture fits is refused now
 
     @classmethod
@@ -100,6 +114,8 @@ class VisionEncoder:
         budget: Budget | int | str = "auto",
         limits: Limits | None = None,
         fetch: FetchPolicy | None = None,
+        position_cache: int | str = POSITION_CACHE,
+        feature_cache: int | str = 0,
     ) -> VisionEncoder:
         """Load a checkpoint; only the files that hold vision are read, or brought from the hub.
 
@@ -111,6 +127,8 @@ class VisionEncoder:
             budget: As in the constructor.
             limits: As in the constructor.
             fetch: As in the constructor.
+            position_cache: As in the constructor.
+            feature_cache: As in the constructor.
 
         Returns:
             The encoder.
@@ -124,7 +142,15 @@ class VisionEncoder:
         wanted = _dtype(dtype, device)
         local = resolve(path_or_id)
         config, _ = read_config(local)
-        return cls(load_vision(config, local, wanted, device), budget=budget, limits=limits, fetch=fetch)
+        model = load_vision(config, local, wanted, device)
+        return cls(
+            model,
+            budget=budget,
+            limits=limits,
+            fetch=fetch,
+            position_cache=position_cache,
+            feature_cache=feature_cache,
+        )
 
     @classmethod
     def from_config(
@@ -137,6 +163,8 @@ class VisionEncoder:
         budget: Budget | int | str = "auto",
         limits: Limits | None = None,
         fetch: FetchPolicy | None = None,
+        position_cache: int | str = POSITION_CACHE,
+        feature_cache: int | str = 0,
         **overrides: Any,
     ) -> VisionEncoder:
         """A model with random weights, for tests, sizing and benchmarks.
@@ -149,6 +177,8 @@ class VisionEncoder:
             budget: As in the constructor.
             limits: As in the constructor.
             fetch: As in the constructor.
+            position_cache: As in the constructor.
+            feature_cache: As in the constructor.
             **overrides: Fields of ``VisionConfig``, such as ``num_layers=2``.
 
         Returns:
@@ -159,7 +189,41 @@ class VisionEncoder:
         """
         config, device = family_config(name, **overrides), _device(device)
         model = VisionModel.empty(config, _dtype(dtype, device), device).init_weights_(seed)
-        return cls(model, budget=budget, limits=limits, fetch=fetch)
+        return cls(
+            model,
+            budget=budget,
+            limits=limits,
+            fetch=fetch,
+            position_cache=position_cache,
+            feature_cache=feature_cache,
+        )
+
+    def __enter__(self) -> VisionEncoder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the model and empty the caches. Results that were given out stay good; a second call is nothing."""
+        self._model = None
+        self.clear_caches()
+
+    def clear_caches(self) -> None:
+        """Forget kept positions and features."""
+        self._positions.clear()
+        self._features.clear()
+
+    @property
+    def model(self) -> VisionModel:
+        """Tower and projector.
+
+        Raises:
+            InvalidInputError: The encoder is closed.
+        """
+        if self._model is None:
+            raise InvalidInputError("this encoder is closed")
+        return self._model
 
     @property
     def config(self) -> VisionConfig:
@@ -193,7 +257,7 @@ class VisionEncoder:
             BudgetError: An item needs more than the budget.
         """
         listed = [items] if _is_one(items) else list(items)
-        return self._plan([self._grid(item, index) for index, item in enumerate(listed)])
+        return self._plan_sized([self._grid(item, index) for index, item in enumerate(listed)])
 
     def encode(self, items: Any) -> list[Features]:
         """Encode pictures.
@@ -213,7 +277,7 @@ class VisionEncoder:
         """
         listed = list(items) if isinstance(items, (list, tuple)) else [items]
         listed = [self._fetched(item, index) for index, item in enumerate(listed)]
-        plan = self._plan([self._picture_grid(item, index) for index, item in enumerate(listed)])
+        plan = self._plan_sized([self._picture_grid(item, index) for index, item in enumerate(listed)])
         results = [features for batch in plan.batches for features in self._encode_pass(listed, plan, batch)]
         self._refuse_non_finite([features.tensor for features in results])
         return results
@@ -238,16 +302,39 @@ class VisionEncoder:
         return results
 
     def _encode_pass(self, items: Sequence[Any], plan: Plan, batch: Batch) -> list[Features]:
-        # Pictures are decoded one at a time, each into its rows of the pack, and dropped.
-        pack_LC = np.empty((batch.patches, PATCH_VALUES), dtype=np.uint8)
-        sizes, row = [], 0
+        # Pictures are decoded one at a time, each into its rows of the pack, and dropped. One whose features are kept
+        # leaves its rows to the next.
+        if self._features.max_bytes:
+            self._features.watch(self.model.parameters(), self.model.moves)
+        pack_LC = torch.empty(batch.patches, PATCH_VALUES, dtype=torch.uint8)
+        found: dict[int, torch.Tensor] = {}
+        new, sizes, row = {}, [], 0
         for index in batch.indices:
             grid = plan.grids[index]
-            sizes.append(self._cut(items[index], index, grid, pack_LC[row : row + grid.patches]))
+            picture = self._opened(items[index], index, grid)
+            sizes.append(picture.size)
+            key = self._key(picture) if self._features.max_bytes else None
+            kept = self._features.get(key) if key else None
+            if kept is not None:
+                found[index] = kept.clone()
+                continue
+            patches_from(picture, self.config.rule, pack_LC[row : row + grid.patches].numpy())
             row += grid.patches
-        tensors = self._run(torch.from_numpy(pack_LC), plan, batch.indices)
-        grids = [plan.grids[index] for index in batch.indices]
-        return [Features(*one) for one in zip(tensors, grids, sizes, strict=True)]
+            new[index] = key
+            del picture
+        if new:
+            tensors = self._run(pack_LC[:row], plan, list(new))
+            found.update(zip(new, tensors, strict=True))
+        for index, key in new.items():
+            if key and self._features.make_room(found[index].nbytes):
+                self._features.put(key, found[index].clone(), found[index].nbytes)
+        return [
+            Features(found[index], plan.grids[index], size) for index, size in zip(batch.indices, sizes, strict=True)
+        ]
+
+    def _key(self, picture: Picture) -> tuple[Any, ...]:
+        """What the features of a picture depend on, the weights apart."""
+        return picture.digest, picture.size, picture.image.mode, self.config.rule, self.dtype
 
     def encode_patches(self, patches: torch.Tensor | np.ndarray, grids: Iterable[Any]) -> list[torch.Tensor]:
         """Encode patches that were made elsewhere.
@@ -281,24 +368,40 @@ class VisionEncoder:
         self._refuse_non_finite(results)
         return results
 
-    def _plan(self, grids: Sequence[Grid]) -> Plan:
+    def _plan_sized(self, sized: Sequence[tuple[Grid, int]]) -> Plan:
+        return self._plan([grid for grid, _ in sized], max((pixels for _, pixels in sized), default=0))
+
+    def _plan(self, grids: Sequence[Grid], pixels: int = 0) -> Plan:
         if not grids:
             raise EmptyInputError("nothing to encode: a request needs at least one picture")
         check_frames(self.config, grids)
         name = str(self.dtype).removeprefix("torch.")
         bfloat16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
         machine = Machine(self.device.type, torch.get_num_threads(), bfloat16)
-        return make_plan(self.config, grids, dtype=name, budget=self.budget, machine=machine)
+        positions, features = self._positions, self._features
+        kept = Kept(positions.max_bytes, tuple(positions.keys()), features.max_bytes, features.bytes)
+        return make_plan(
+            self.config,
+            grids,
+            dtype=name,
+            budget=self.budget,
+            machine=machine,
+            kept=kept,
+            decoded=pixels * DECODED_BYTES,
+        )
 
-    def _grid(self, item: Any, index: int) -> Grid:
+    def _grid(self, item: Any, index: int) -> tuple[Grid, int]:
+        """Patches of an item, and pixels of the picture behind it."""
         if not isinstance(item, (list, tuple)):
             return self._picture_grid(item, index)
-        return self._sized_grid((item[0], item[1]), index) if len(item) == 2 else as_grid(item, index)
+        if len(item) != 2:
+            return as_grid(item, index), 0
+        return self._sized_grid((item[0], item[1]), index), item[0] * item[1]
 
-    def _picture_grid(self, item: Any, index: int) -> Grid:
-        if isinstance(item, Picture):
-            return self._sized_grid(item.size, index)
-        return self._sized_grid(picture_size(item, self.limits, index, fetch=self.fetch), index)
+    def _picture_grid(self, item: Any, index: int) -> tuple[Grid, int]:
+        known = isinstance(item, Picture)
+        width, height = item.size if known else picture_size(item, self.limits, index, fetch=self.fetch)
+        return self._sized_grid((width, height), index), width * height
 
     def _sized_grid(self, size: tuple[int, int], index: int) -> Grid:
         if not _is_sides(size):
@@ -315,7 +418,7 @@ class VisionEncoder:
             return fetch_bytes(item, self.fetch, self.limits, index)
         return item
 
-    def _cut(self, item: Any, index: int, planned: Grid, out_LC: np.ndarray) -> tuple[int, int]:
+    def _opened(self, item: Any, index: int, planned: Grid) -> Picture:
         picture = item if isinstance(item, Picture) else open_picture(item, self.limits, self.fetch, index)
         found = self._sized_grid(picture.size, index)
         if found != planned:
@@ -323,10 +426,12 @@ class VisionEncoder:
                 f"image {index}: its header promises {tuple(planned)} patches, it decodes to {tuple(found)}",
                 param=_param(index),
             )
-        return patches_from(picture, self.config.rule, out_LC).source_size
+        return picture
 
     def _run(self, pack_LC: torch.Tensor, plan: Plan, indices: Sequence[int]) -> list[torch.Tensor]:
-        meta = self.model.prepare([plan.grids[index] for index in indices], plan.rows, plan.groups)
+        meta = self.model.prepare(
+            [plan.grids[index] for index in indices], plan.rows, plan.groups, positions=self._positions
+        )
         results: list[torch.Tensor] = self.model(pack_LC.to(self.device), meta, self.dtype)
         return results
 

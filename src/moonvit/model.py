@@ -39,6 +39,7 @@ from moonvit.attention import (
     rotate_,
     row_ranges,
 )
+from moonvit.cache import WeightCache
 from moonvit.errors import ConfigError, GridError, InvalidInputError
 from moonvit.families import PATCH, PATCH_VALUES, PREFIXES, VisionConfig
 from moonvit.grids import Grid, as_grids
@@ -47,6 +48,8 @@ from moonvit.preprocess import NORMALISE
 
 ROWS = 256
 """Rows of a chunk where the caller does not choose."""
+Positions = WeightCache[tuple[int, int], torch.Tensor]
+"""Position tables (h, w, D) in the model's dtype, by (h, w)."""
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes a tower can have."""
 
@@ -80,6 +83,7 @@ class Metadata:
         merge_index_M4: Rows of the pack that become a token, first frame, in the order (0,0) (0,1) (1,0) (1,1), int32.
         frame_TD: Temporal table, float32 (T, D); None where every image has one frame.
         pixel_table: Normalised value of each uint8, in the model's dtype (256).
+        positions: Where resampled position tables are kept; None keeps none.
     """
 
     grids: tuple[Grid, ...]
@@ -94,6 +98,7 @@ class Metadata:
     merge_index_M4: torch.Tensor
     frame_TD: torch.Tensor | None
     pixel_table: torch.Tensor
+    positions: Positions | None = None
 
     @property
     def patches(self) -> int:
@@ -169,15 +174,17 @@ class PositionTable(nn.Module):
             last: Channel after the last.
 
         Returns:
-            float32 (h, w, last - first). Bicubic has a = -0.75 and, like bilinear, does not antialias.
+            (h, w, last - first) in the table's dtype, resampled in float32 and rounded once. Bicubic has a = -0.75 and,
+            like bilinear, does not antialias.
         """
-        band = self.weight[:, :, first:last].float()
+        band = self.weight[:, :, first:last]
         if band.shape[:2] == (h, w):
             return band
-        return F.interpolate(band.permute(2, 0, 1)[None], size=(h, w), mode=self.mode)[0].permute(1, 2, 0)
+        made = F.interpolate(band.float().permute(2, 0, 1)[None], size=(h, w), mode=self.mode)
+        return made[0].permute(1, 2, 0).to(band.dtype)
 
     def add_to_(self, hidden_LD: torch.Tensor, meta: Metadata) -> None:
-        """Add positions, and frame numbers where there are several, in float32 and rounded once.
+        """Add positions, and frame numbers where there are several.
 
         Args:
             hidden_LD: Embedded patches, changed in place.
@@ -185,10 +192,11 @@ class PositionTable(nn.Module):
         """
         width = hidden_LD.shape[1]
         for (h, w), images in meta.same_grid:
+            kept_HWD = self._kept(h, w, meta.positions)
             # A band of channels at a time: a float32 table of the whole image would outweigh the image.
             for first in range(0, width, POSITION_BAND):
                 last = min(first + POSITION_BAND, width)
-                band_HWB = self.resample(h, w, first, last)
+                band_HWB = self.resample(h, w, first, last) if kept_HWD is None else kept_HWD[:, :, first:last]
                 for image in images:
                     frames = meta.grids[image].t
                     for frame in range(frames):
@@ -199,6 +207,20 @@ class PositionTable(nn.Module):
                         else:
                             rows_HWB.add_(band_HWB)
                 del band_HWB, rows_HWB  # before the next band is made
+
+    def _kept(self, h: int, w: int, cache: Positions | None) -> torch.Tensor | None:
+        """The table on an (h, w) grid out of the cache, or into it; None where it is not to be kept."""
+        if cache is None or self.weight.shape[:2] == (h, w):
+            return None
+        kept_HWD = cache.get((h, w))
+        nbytes = h * w * self.weight[0, 0].nbytes
+        if kept_HWD is None and cache.make_room(nbytes):
+            kept_HWD = self.weight.new_empty(h, w, self.weight.shape[2])
+            for first in range(0, kept_HWD.shape[2], POSITION_BAND):
+                last = min(first + POSITION_BAND, kept_HWD.shape[2])
+                kept_HWD[:, :, first:last] = self.resample(h, w, first, last)
+            cache.put((h, w), kept_HWD, nbytes)
+        return kept_HWD
 
 
 class PatchEmbed(nn.Module):
@@ -452,6 +474,7 @@ class VisionModel(nn.Module):
         super().__init__()
         self.config = config
         self.attention = attention
+        self.moves = 0
         self.vision_tower = Tower(config)
         self._projector_name = PREFIXES[config.family][1].rstrip(".")
         self.add_module(self._projector_name, Projector(config))
@@ -515,6 +538,10 @@ class VisionModel(nn.Module):
             parameter.copy_(values)
         return self
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.moves += 1  # what was made from the weights may no longer be used
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
     @property
     def projector(self) -> Projector:
         """``mm_projector`` or ``multi_modal_projector``."""
@@ -532,13 +559,16 @@ class VisionModel(nn.Module):
         """Device of the tower."""
         return self.vision_tower.patch_embed.pos_emb.weight.device
 
-    def prepare(self, grids: Iterable[Any], rows: int = ROWS, groups: int = 1) -> Metadata:
+    def prepare(
+        self, grids: Iterable[Any], rows: int = ROWS, groups: int = 1, positions: Positions | None = None
+    ) -> Metadata:
         """Everything a pass over some images needs beside weights and patches.
 
         Args:
             grids: Images of one pack: anything ``as_grids`` reads, on the host.
             rows: Rows of a chunk at most; fewer take less memory, more are faster.
             groups: Parts that the heads are cut into; a divisor of their number. More take less memory and more time.
+            positions: Where resampled position tables are kept; the bits are the same without.
 
         Returns:
             Metadata on the model's device, good for any number of passes over patches of these grids.
@@ -585,6 +615,7 @@ class VisionModel(nn.Module):
             merge_index_M4=torch.cat(merge_index).to(device),
             frame_TD=frame_table(frames, config.hidden_size).to(device) if frames > 1 else None,
             pixel_table=torch.tensor(NORMALISE).to(device, self.dtype),
+            positions=positions,
         )
 
     @torch.no_grad()
@@ -609,6 +640,8 @@ class VisionModel(nn.Module):
                 "this forward is inference-only and works in place; call model.eval() first", param="training"
             )
         tower, projector = self.vision_tower, self.projector
+        if meta.positions is not None:
+            meta.positions.watch([tower.patch_embed.pos_emb.weight], self.moves)
         hidden_LD = tower.patch_embed(as_patches(patches_LC, meta.patches), meta)
         tower.encoder(hidden_LD, meta)
 

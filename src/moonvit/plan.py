@@ -16,6 +16,7 @@ width, k = 4d, e language width, s bytes of an element.
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -110,29 +111,61 @@ class Budget:
         Raises:
             ConfigError: It is none of these, or not at least one byte.
         """
-        object.__setattr__(self, "bytes", _read_bytes(bytes))
+        object.__setattr__(self, "bytes", None if _is_auto(bytes) else read_bytes(bytes, "budget", 1, ", or 'auto'"))
 
     def __str__(self) -> str:
         return "auto" if self.bytes is None else f"{self.bytes} bytes"
 
 
-def _read_bytes(value: int | str) -> int | None:
+def _is_auto(value: int | str) -> bool:
+    return isinstance(value, str) and value.strip().lower() == "auto"
+
+
+def read_bytes(value: int | str, name: str, least: int = 0, also: str = "") -> int:
+    """Read a number of bytes as people write it.
+
+    Args:
+        value: A whole number, or text such as ``"256MiB"`` or ``"1.5GB"``.
+        name: What it is, for the message.
+        least: The smallest legal number.
+        also: What else is legal there, for the message.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ConfigError: It is neither, or under ``least``.
+    """
     number: int | None = None
     if isinstance(value, str):
-        text = value.strip().lower()
-        if text == "auto":
-            return None
-        match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([a-z]*)", text)
+        match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([a-z]*)", value.strip().lower())
         if match and match[2] in _UNITS:
             number = int(Fraction(match[1]) * _UNITS[match[2]])
     elif isinstance(value, int) and not isinstance(value, bool):
         number = value
-    if number is None or number < 1:
+    if number is None or number < least:
         raise ConfigError(
-            f"budget = {str(value)[:40]!r}: give a number of bytes of at least 1, text such as '256MiB', or 'auto'",
-            param="budget",
+            f"{name} = {str(value)[:40]!r}: give a number of bytes of at least {least}, text such as '256MiB'{also}",
+            param=name,
         )
     return number
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the caches of an encoder hold before a request.
+
+    Attributes:
+        positions: Bytes of resampled position tables that may be kept.
+        grids: (h, w) of the tables that are, least recently used first.
+        features: Bytes of features that may be kept.
+        features_held: Bytes of those that are.
+    """
+
+    positions: int = 0
+    grids: tuple[tuple[int, int], ...] = ()
+    features: int = 0
+    features_held: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,10 +196,12 @@ class Plan:
             ``hidden`` the residual stream, ``kv`` keys and values of a group of heads, ``attended`` what attention gave
             where there are several, ``embed`` normalised pixels, ``positions`` the resampled table, ``attention`` and
             ``chunk`` what a chunk of rows takes there and in the MLP, ``merge`` and ``projector`` what a chunk of
-            tokens takes; ``outputs`` are the whole request's.
-        workspace_bytes: Largest sum of what lives at once in a pass, inputs and outputs apart.
+            tokens takes; ``cached`` what caches hold; ``outputs`` are the whole request's; ``decoded`` is what a
+            picture takes at most on the host, before its pass.
+        workspace_bytes: Largest sum of what lives at once in a pass, inputs, outputs and caches apart.
         output_bytes: The features of all images.
-        peak_bytes: Workspace, the patches of the largest pass, and all outputs.
+        peak_bytes: Most that lives at once beyond the weights: pixels and workspace of a pass, the outputs until then,
+            and what caches hold. Pictures are decoded one at a time, before their pass, and are not in it.
         flops: Floating-point operations of the request, two for each multiply-add.
     """
 
@@ -218,6 +253,8 @@ def make_plan(
     dtype: str = "bfloat16",
     budget: Budget | None = None,
     machine: Machine | None = None,
+    kept: Kept | None = None,
+    decoded: int = 0,
 ) -> Plan:
     """Plan a request.
 
@@ -227,6 +264,8 @@ def make_plan(
         dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
         budget: Bound on the workspace; None is "auto".
         machine: Where it runs; None is one thread of a CPU.
+        kept: What caches hold already; None is no caches.
+        decoded: Bytes that the largest picture takes on the host until it is patches.
 
     Returns:
         The plan.
@@ -245,8 +284,15 @@ def make_plan(
     batches = _batches(pack, cost)
     passes = [cost.stages(load) for load in batches]
     stages = {name: max(each[name] for each in passes) for name in passes[0]}
-    workspace = max(workspace_of(each) for each in passes)
-    outputs = sum(grid.tokens for grid in pack) * config.text_hidden_size * cost.size
+    outputs = [grid.tokens * config.text_hidden_size * cost.size for grid in pack]
+    caches = _cached(kept or Kept(), cost, pack, batches, outputs)
+    before = peak = 0
+    for load, each, cached in zip(batches, passes, caches, strict=True):
+        after = before + sum(outputs[index] for index in load.indices)
+        embedding, blocks, projecting = parts_of(each)
+        most = max(cached[0] + before + embedding, cached[1] + before + blocks, cached[1] + after + projecting)
+        peak = max(peak, each["patches"] + most)
+        before = after
     return Plan(
         grids=pack,
         batches=tuple(Batch(load.indices, load.patches) for load in batches),
@@ -254,12 +300,36 @@ def make_plan(
         groups=cost.groups,
         dtype=dtype,
         budget_bytes=limit,
-        stages={**stages, "outputs": outputs},
-        workspace_bytes=workspace,
-        output_bytes=outputs,
-        peak_bytes=workspace + stages["patches"] + outputs,
+        stages={**stages, "cached": max(map(max, caches)), "outputs": before, "decoded": decoded},
+        workspace_bytes=max(workspace_of(each) for each in passes),
+        output_bytes=before,
+        peak_bytes=peak,
         flops=sum(image_flops(config, grid) for grid in pack),
     )
+
+
+def _cached(
+    kept: Kept, cost: _Cost, grids: tuple[Grid, ...], batches: list[_Load], outputs: list[int]
+) -> list[tuple[int, int]]:
+    """Most that the caches hold during each pass, while it embeds and later: tables come and go, features come."""
+    c = cost.config
+    held = OrderedDict((sides, cost.table(*sides)) for sides in kept.grids)
+    features = kept.features_held
+    caches = []
+    for load in batches:
+        most = sum(held.values())
+        for sides in dict.fromkeys((grids[index].h, grids[index].w) for index in load.indices):
+            nbytes = cost.table(*sides)
+            if nbytes > kept.positions or sides == (c.pos_emb_height, c.pos_emb_width):
+                continue
+            held.pop(sides, None)
+            while sum(held.values()) + nbytes > kept.positions:
+                held.popitem(last=False)
+            held[sides] = nbytes
+            most = max(most, sum(held.values()))
+        features = min(kept.features, features + sum(outputs[index] for index in load.indices))
+        caches.append((most + features, sum(held.values()) + features))
+    return caches
 
 
 def image_flops(config: VisionConfig, grid: Grid) -> int:
@@ -399,6 +469,10 @@ class _Cost:
             "projector": self._projector(m),
         }
 
+    def table(self, h: int, w: int) -> int:
+        """Bytes of a position table that is kept."""
+        return h * w * self.config.hidden_size * self.size
+
     @property
     def _half(self) -> bool:
         return self.size < 4
@@ -420,20 +494,23 @@ class _Cost:
         return values + max(r * PATCH_VALUES * 4, self._product(r, PATCH_VALUES))
 
     def _positions(self, load: _Load) -> int:
-        """A band of the table in float32, where it must be copied; what it is resampled to; and the sum."""
-        c = self.config
-        band = min(c.hidden_size, POSITION_BAND) * 4
+        """A band of the table in float32, where it must be copied; what it is resampled to; rounded; and the sum."""
+        c, s = self.config, self.size
+        channels = min(c.hidden_size, POSITION_BAND)
         bilinear = c.pos_emb_mode == "bilinear"
         copied = self._half or (bilinear and c.hidden_size > POSITION_BAND)
-        table = c.pos_emb_height * c.pos_emb_width * band if copied else 0
+        table = c.pos_emb_height * c.pos_emb_width * channels * 4 if copied else 0
         most = 0
         for h, w in load.grids:
-            made = h * w * band
-            added = made * ((3 if self._half else 1) + (load.frames > 1))
+            made = h * w * channels
+            # A sum with frame numbers is in float32; in half precision both operands are copied to it first.
+            summed = made * (4 if not self._half else 12) if load.frames > 1 else 0
             if (h, w) == (c.pos_emb_height, c.pos_emb_width):
-                most = max(most, added if self._half else added - made)
+                most = max(most, summed)
                 continue
-            most = max(most, table + (2 * made if bilinear else made + (h + w) * 48), added)
+            resampling = table + (2 * made * 4 if bilinear else made * 4 + (h + w) * 48)
+            rounding = made * (4 + s) if self._half else 0
+            most = max(most, resampling, rounding, made * s + summed)
         return most
 
     def _attention(self, load: _Load, r: int) -> int:
@@ -521,15 +598,28 @@ class _Cost:
 
 
 def workspace_of(stages: dict[str, int]) -> int:
-    """Most that lives at once: rotary tables and hidden rows always, the three parts of a pass one after another.
+    """Most that lives at once in a pass.
 
     Args:
         stages: Bytes by stage, as in ``Plan.stages``.
 
     Returns:
-        Bytes beyond weights, pixels and outputs.
+        Bytes beyond weights, pixels, outputs and caches.
     """
-    embedding = max(stages["embed"], stages["positions"])
+    return max(parts_of(stages))
+
+
+def parts_of(stages: dict[str, int]) -> tuple[int, int, int]:
+    """Bytes of the three parts of a pass, one after another; rotary tables and hidden rows live through all.
+
+    Args:
+        stages: Bytes by stage, as in ``Plan.stages``.
+
+    Returns:
+        Embedding, blocks, projecting.
+    """
+    always = stages["rope"] + stages["hidden"]
     blocks = stages["kv"] + stages["attended"] + max(stages["attention"], stages["chunk"])
+    embedding = max(stages["embed"], stages["positions"])
     projecting = max(stages["merge"], stages["projector"])
-    return stages["rope"] + stages["hidden"] + max(embedding, blocks, projecting)
+    return always + embedding, always + blocks, always + projecting

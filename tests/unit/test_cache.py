@@ -1,14 +1,16 @@
-"""``ByteLRU``: never over its bytes, least recently used first, right under threads."""
+"""``ByteLRU`` and ``WeightCache``: never over their bytes, least recently used first, nothing of weights that were."""
 
 from __future__ import annotations
 
 import random
 import threading
+import weakref
 from typing import Any
 
 import pytest
+import torch
 
-from moonvit.cache import ByteLRU
+from moonvit.cache import ByteLRU, WeightCache
 
 
 def test_what_was_used_last_stays() -> None:
@@ -117,3 +119,75 @@ def test_threads_never_see_another_keys_value() -> None:
         thread.join()
     assert not wrong
     assert cache.bytes == len(cache) <= 2
+
+
+def test_room_is_made_before_a_value_is() -> None:
+    cache: ByteLRU[str, int] = ByteLRU(100)
+    cache.put("a", 1, 60)
+    cache.put("b", 2, 30)
+    assert cache.make_room(10) and cache.keys() == ["a", "b"]
+    assert cache.make_room(40) and cache.keys() == ["b"]
+    assert not cache.make_room(101) and cache.keys() == ["b"]
+    assert cache.bytes == 30
+
+
+def _changes() -> dict[str, Any]:
+    def in_place(layer: torch.nn.Linear) -> None:
+        with torch.no_grad():
+            layer.weight[0, 0] += 1
+
+    def loaded(layer: torch.nn.Linear) -> None:
+        layer.load_state_dict({name: value + 1 for name, value in layer.state_dict().items()})
+
+    def assigned(layer: torch.nn.Linear) -> None:
+        layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
+
+    def another(layer: torch.nn.Linear) -> None:
+        layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+
+    def dtype(layer: torch.nn.Linear) -> None:
+        layer.to(torch.float32 if layer.weight.dtype == torch.float16 else torch.float16)
+
+    return {f.__name__: f for f in (in_place, loaded, assigned, another, dtype)}
+
+
+@pytest.mark.parametrize("change", _changes())
+def test_what_weights_made_goes_when_they_change(change: str) -> None:
+    layer = torch.nn.Linear(3, 3)
+    cache: WeightCache[str, int] = WeightCache(10)
+    for _ in range(3):
+        cache.watch(layer.parameters())
+        cache.put("made", 1, 5)
+        cache.watch(layer.parameters())
+        assert cache.get("made") == 1
+        _changes()[change](layer)
+        cache.watch(layer.parameters())
+        assert (cache.get("made"), cache.bytes) == (None, 0)
+
+
+def test_weights_that_moved_there_and_back_are_others() -> None:
+    layer = torch.nn.Linear(3, 3)
+    cache: WeightCache[str, int] = WeightCache(10)
+    cache.watch(layer.parameters(), 0)
+    cache.put("made", 1, 5)
+    cache.watch(layer.parameters(), 2)
+    assert cache.get("made") is None
+
+
+def test_weights_without_a_version_keep_nothing() -> None:
+    with torch.inference_mode():
+        weight = torch.zeros(3)
+    cache: WeightCache[str, int] = WeightCache(10)
+    cache.watch([weight])
+    cache.put("made", 1, 5)
+    cache.watch([weight])
+    assert cache.get("made") is None
+
+
+def test_a_cache_does_not_hold_weights() -> None:
+    cache: WeightCache[str, int] = WeightCache(10)
+    weight = torch.zeros(3)
+    cache.watch([weight])
+    gone = weakref.ref(weight)
+    del weight
+    assert gone() is None

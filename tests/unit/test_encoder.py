@@ -456,3 +456,131 @@ def test_a_model_of_ones_own_can_be_wrapped() -> None:
     enc = VisionEncoder(model, budget="256MiB")
     assert enc.encode(PICTURES[0])[0].tensor.shape[1] == 48
     assert isinstance(enc.budget, Budget)
+
+
+# ---- caches ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_positions_are_the_same_bits_kept_or_not(family: str, dtype: str) -> None:
+    cold, warm = (small(family, dtype=dtype, position_cache=size) for size in (0, "1MiB"))
+    grids = [Grid(1, 4, 6), Grid(1, 8, 8), Grid(1, 4, 6), Grid(1, 16, 16)]
+    if cold.config.pos_emb_time > 1:
+        grids.append(Grid(3, 4, 6))
+    patches = random_patches(grids)
+    expected = cold.encode_patches(patches, grids)
+    for _ in range(2):
+        found = warm.encode_patches(patches, grids)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    size = warm.model.dtype.itemsize * warm.config.hidden_size
+    assert warm._positions.keys() == [(8, 8), (4, 6)] or warm._positions.keys() == [(4, 6), (8, 8)]
+    assert warm._positions.bytes == (4 * 6 + 8 * 8) * size
+    assert (len(cold._positions), cold._positions.bytes) == (0, 0)
+
+
+def test_positions_stay_within_their_bytes() -> None:
+    enc = small("kimi-k2.5", position_cache=48 * 4 * 100)
+    for side in (2, 4, 6, 8, 12, 4):
+        enc.encode_patches(torch.zeros(side * side, 588, dtype=torch.uint8), [(side, side)])
+        assert enc._positions.bytes <= 48 * 4 * 100
+    assert enc._positions.keys() == [(8, 8), (4, 4)]  # 12 x 12 never fits and drops nothing
+
+
+@pytest.mark.parametrize("cache", ["position_cache", "feature_cache"])
+def test_new_weights_are_seen_by_caches(cache: str) -> None:
+    enc, other = (small("kimi-k2.5", seed=seed, **{cache: "1MiB"}) for seed in (0, 1))
+    picture = noise(60, 40)
+    before = enc.encode(picture)[0].tensor
+    enc.model.load_state_dict(other.model.state_dict())
+    after = enc.encode(picture)[0].tensor
+    assert torch.equal(after, other.encode(picture)[0].tensor)
+    assert not torch.equal(after, before)
+    with torch.no_grad():
+        enc.model.vision_tower.patch_embed.pos_emb.weight.zero_()
+        other.model.vision_tower.patch_embed.pos_emb.weight.zero_()
+    assert torch.equal(enc.encode(picture)[0].tensor, other.encode(picture)[0].tensor)
+
+
+def test_features_are_kept_only_where_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+    run = VisionEncoder._run
+    monkeypatch.setattr(
+        VisionEncoder,
+        "_run",
+        lambda self, pack, plan, indices: passes.append(len(indices)) or run(self, pack, plan, indices),
+    )
+    pictures = [noise(60, 40, seed) for seed in range(3)]
+    plain = small("kimi-k3")
+    expected = [plain.encode(picture)[0].tensor for picture in pictures]
+    plain.encode(pictures[0])
+    assert passes == [1, 1, 1, 1]
+    kept = small("kimi-k3", feature_cache="1MiB")
+    passes.clear()
+    first = kept.encode(pictures[0])[0]
+    first.tensor.zero_()  # what was given out is the caller's alone
+    for _ in range(2):
+        found = kept.encode(pictures[0])[0]
+        assert torch.equal(found.tensor, expected[0]) and found.source_size == (60, 40)
+        found.tensor.fill_(7.0)
+    assert passes == [1]
+    mixed = kept.encode([pictures[1], pictures[0], pictures[2]])
+    assert sum(passes) == 3
+    for features, index in zip(mixed, (1, 0, 2), strict=True):
+        assert max_relative_error(features.tensor, expected[index]) <= GATE
+    kept.clear_caches()
+    kept.encode(pictures[0])
+    assert sum(passes) == 4
+
+
+def test_the_same_bytes_as_another_picture_are_another_picture() -> None:
+    enc = small("kimi-k2.5", feature_cache="1MiB")
+    data = np.random.default_rng(0).integers(0, 256, 60 * 40 * 3, dtype=np.uint8).tobytes()
+    wide, tall = (Image.frombytes("RGB", size, data) for size in ((60, 40), (40, 60)))
+    grey = Image.frombytes("L", (60, 40 * 3), data)
+    for picture in (wide, tall, grey):
+        assert torch.equal(enc.encode(picture)[0].tensor, small("kimi-k2.5").encode(picture)[0].tensor)
+
+
+def test_features_stay_within_their_bytes() -> None:
+    enc = small("kimi-k2.5", feature_cache=2000)
+    for seed in range(4):
+        enc.encode(noise(56, 56, seed))  # 4 tokens of 40 float32 values: 640 bytes
+        assert enc._features.bytes <= 2000
+    assert enc._features.bytes == 3 * 640
+    enc.encode(noise(280, 280))
+    assert enc._features.bytes == 3 * 640
+
+
+@pytest.mark.parametrize("name", ["position_cache", "feature_cache"])
+@pytest.mark.parametrize("value", [-1, "lots", 1.5, "auto"])
+def test_cache_sizes_that_cannot_be(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} = .*at least 0"):
+        small("kimi-k2.5", **{name: value})
+
+
+def test_plans_count_what_caches_hold() -> None:
+    enc = small("kimi-k2.5", position_cache="1MiB", feature_cache="1MiB")
+    picture = noise(60, 40)
+    plan = enc.plan(picture)
+    assert plan.stages["cached"] == plan.patches * 48 * 4 + plan.output_bytes
+    assert plan.stages["decoded"] == 20 * 60 * 40
+    enc.encode(picture)
+    assert enc._positions.bytes + enc._features.bytes == plan.stages["cached"]
+
+
+# ---- closing --------------------------------------------------------------------------------------------------------
+
+
+def test_closing_gives_the_memory_back() -> None:
+    with small("kimi-k2.5", feature_cache="1MiB") as enc:
+        kept = enc.encode(noise(60, 40))[0].tensor
+        held = [weakref.ref(value) for value in (*enc.model.parameters(), enc._positions.get((4, 6)))]
+        values = kept.clone()
+    assert not any(reference() is not None for reference in held)
+    assert enc._features.bytes == enc._positions.bytes == 0
+    assert torch.equal(kept, values)
+    for use in (lambda: enc.encode(noise(60, 40)), lambda: enc.plan((60, 40)), lambda: enc.dtype):
+        with pytest.raises(InvalidInputError, match="this encoder is closed"):
+            use()
+    enc.close()

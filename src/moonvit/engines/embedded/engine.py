@@ -272,6 +272,7 @@ class EmbeddedEngine:
         if self._owner:
             # Storage goes, shapes stay: counting still works.
             self.encoder.model.to("meta")
+            self.encoder.clear_caches()
             self.decoder.model.to("meta")
 
     # -- before any work --
