@@ -31,6 +31,10 @@ SORTS = {
     "multi": ("multi",),
 }
 """Scenes in which a kind of question is asked."""
+SIDES = (224, 448, 900)
+"""Accuracy is also told by the longest side of the pictures: at most so many pixels."""
+BLIND = 5
+"""Every fifth question is also asked without its pictures, which shows what guessing is worth."""
 
 
 def questions(seed: int, count: int, smallest: int = 56, largest: int = 900) -> list[tuple[Sample, Turn]]:
@@ -89,10 +93,16 @@ async def run(options: argparse.Namespace) -> dict[str, object]:
     right: Counter[str] = Counter()
     asked: Counter[str] = Counter()
     drawn = questions(options.seed, options.pictures)
+    sized: Counter[tuple[int, bool]] = Counter()
+    blind = []
     for number, (sample, turn) in enumerate(drawn):
         said = await answer(engine, sample, turn)
         asked[turn.kind] += 1
         right[turn.kind] += said == turn.answer
+        longest = max(side for image in sample.images for side in image.size)
+        sized[next(most for most in SIDES if longest <= most), said == turn.answer] += 1
+        if number % BLIND == 0:
+            blind.append(await answer(engine, sample, turn, images=False) == turn.answer)
         if options.wrong and said != turn.answer:
             sizes = ", ".join(f"{image.width}x{image.height}" for image in sample.images)
             print(f"{turn.kind}: {turn.question} [{sizes}] -> {said!r}, not {turn.answer!r}", file=sys.stderr)
@@ -106,7 +116,13 @@ async def run(options: argparse.Namespace) -> dict[str, object]:
         "seed": options.seed,
         "accuracy": round(sum(right.values()) / sum(asked.values()), 4),
         "kinds": {kind: round(right[kind] / asked[kind], 4) for kind in KINDS if asked[kind]},
+        "sides": {str(most): _share(sized[most, True], sized[most, False]) for most in SIDES},
+        "without_pictures": _share(sum(blind), len(blind) - sum(blind)),
     }
+
+
+def _share(right: int, wrong: int) -> float:
+    return round(right / max(1, right + wrong), 4)
 
 
 def main() -> None:

@@ -56,11 +56,12 @@ class Trainer:
         folder: Where ``state.pt`` and ``log.jsonl`` live.
         rate: Peak learning rate.
         start: An exported checkpoint to go on from, where the folder has no state yet.
+        seed: Of the first weights.
     """
 
-    def __init__(self, folder: Path, rate: float, start: Path | None = None) -> None:
+    def __init__(self, folder: Path, rate: float, start: Path | None = None, seed: int = 0) -> None:
         self.folder, self.rate = folder, rate
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.model = DemoModel(demo_config())
         self.head = nn.Linear(demo_config()["text_config"]["hidden_size"], 4 * sum(LABEL_CLASSES))
         names, self.masters = [], []
@@ -295,6 +296,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("runs/demo"))
     parser.add_argument("--start", type=Path, help="an exported checkpoint to go on from; its pictures are not counted")
+    parser.add_argument("--seed", type=int, default=0, help="of the first weights and of every picture")
     parser.add_argument("--pictures", type=int, default=1_000_000, help="how many pictures are seen in all")
     parser.add_argument("--decay", type=int, default=150_000, help="the last pictures, over which the rate falls to 0")
     parser.add_argument("--rate", type=float, default=2e-3)
@@ -311,7 +313,7 @@ def main() -> None:
         options.folder.mkdir(parents=True, exist_ok=True)
         place = f"file://{(options.folder / 'peers').resolve()}"
         dist.init_process_group("gloo", init_method=place, rank=options.rank, world_size=options.peers)
-    trainer = Trainer(options.folder, options.rate, options.start)
+    trainer = Trainer(options.folder, options.rate, options.start, options.seed)
     stop = False
 
     def ask_stop(*_: object) -> None:
@@ -338,7 +340,7 @@ def main() -> None:
         if current != stage:
             stage = current
             _, cells, easy = STAGES[stage]
-            seed = f"{trainer.steps}.{options.rank}"
+            seed = f"{options.seed}.{trainer.steps}.{options.rank}"
             asking, page = trainer.pictures >= PAGES, options.patches * 3 // 4
             source = Stream(seed, cells, options.patches, easy) if asking else Pages(seed, cells, page, easy)
             loader = iter(DataLoader(source, batch_size=None, num_workers=1, prefetch_factor=6))

@@ -147,7 +147,9 @@ def test_compare_says_which_layer_diverges_and_leaves_with_its_code() -> None:
 def test_models_lists_families_and_the_demo() -> None:
     document = json.loads(moonvit("models", "--json").stdout)
     assert [row["model"] for row in document["families"]] == ["kimi-vl", "kimi-k2.5", "kimi-k3"]
-    assert document["demo"]["questions"] >= 500 and 0 < document["demo"]["accuracy"] <= 1
+    demo = document["demo"]
+    assert demo["questions"] >= 1000 and 0.95 <= demo["accuracy"] <= 1
+    assert all(0.86 <= share <= 1 for share in demo["kinds"].values()) and len(demo["kinds"]) == 7
     assert "kimi-k3" in moonvit("models").stdout
 
 

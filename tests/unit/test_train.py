@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from moonvit.checkpoint import load_vision
+from moonvit.engines.embedded.decoder import Decoder
 from moonvit.families import config_from_dict
 from moonvit.preprocess import patches_from
 from train.batches import CELL, LABEL_CLASSES, Pages, Renderer, Stream, dense_labels, patchify
@@ -49,6 +51,26 @@ def test_the_trained_form_equals_the_served_one(model: DemoModel, checkpoint: Pa
         expected = model.features((pixels.float() / 255 - 0.5) * 2, h, w)[0]
     [features] = served(pixels[0], served.prepare([(h, w)]))
     assert (features - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_the_trained_decoder_equals_the_served_one(model: DemoModel, checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    served = Decoder.from_directory(checkpoint, config, device="cpu", dtype=torch.float32)
+    batch = Stream("test", 3, 200, 0.0).batch(random.Random(4), Renderer())
+    groups = [model.features(p.float() / 127.5 - 1, h, w) for (h, w), p in zip(batch.grids, batch.patches, strict=True)]
+    features_ME = torch.cat([groups[group][index] for group, index in batch.order])
+    with torch.no_grad():
+        expected = model.language_model.lm_head(model.hidden(batch.ids_ST, features_ME))
+    taken = 0
+    for ids_T, logits_TV in zip(batch.ids_ST[:5], expected, strict=False):
+        length = int((ids_T != PAD).sum())
+        embeddings_TE = served.embed(ids_T[:length].tolist()).clone()
+        shown = (ids_T[:length] == MEDIA_PAD).nonzero().flatten()
+        embeddings_TE[shown] = features_ME[taken : taken + len(shown)].detach()
+        taken += len(shown)
+        found_V = served.next_logits(embeddings_TE, served.new_cache())
+        expected_V = logits_TV[length - 1]
+        assert (found_V.flatten() - expected_V).abs().max() <= 1e-5 * expected_V.abs().max()
 
 
 def test_gradients_reach_every_weight(model: DemoModel) -> None:
