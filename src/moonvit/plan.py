@@ -260,7 +260,8 @@ def make_plan(
     batches = _batches(pack, cost)
     passes = [cost.stages(load) for load in batches]
     stages = {name: max(each[name] for each in passes) for name in passes[0]}
-    workspace = max(workspace_of(each) for each in passes)
+    heaviest = max(passes, key=workspace_of)
+    workspace = workspace_of(heaviest)
     outputs = sum(grid.tokens for grid in pack) * config.text_hidden_size * cost.size
     return Plan(
         grids=pack,
@@ -274,7 +275,7 @@ def make_plan(
         output_bytes=outputs,
         peak_bytes=workspace + stages["patches"] + outputs,
         flops=sum(image_flops(config, grid) for grid in pack),
-        heaviest={**max(passes, key=workspace_of), "patches": stages["patches"], "outputs": outputs},
+        heaviest=heaviest | {"patches": stages["patches"], "outputs": outputs},
     )
 
 
@@ -553,7 +554,7 @@ def workspace_of(stages: dict[str, int]) -> int:
 
 MOMENTS = {
     "embedding": ("embed",),
-    "adding positions": ("positions",),
+    "positions": ("positions",),
     "attention": ("kv", "attended", "attention"),
     "MLP": ("kv", "attended", "chunk"),
     "merging": ("merge",),

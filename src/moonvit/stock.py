@@ -108,8 +108,8 @@ class Stock:
 def rope_construction(head_dim: int, patches: int) -> int:
     """Peak while the table of all 512 x 512 positions is built and rows are gathered from it, for the first time.
 
-    Positions and angles of both axes in float32, their complex forms, and the table of h / 2 complex64 for each position:
-    g * (10h + 12) bytes, two vectors of frequencies, and the gathered rows twice (pieces, and put together).
+    Positions and angles of both axes in float32, their complex forms, and the table of h / 2 complex64 for each
+    position: g * (10h + 12) bytes; two vectors of frequencies; and the gathered rows twice, in pieces and together.
 
     Args:
         head_dim: Width h of a head.
@@ -266,7 +266,7 @@ def _tower(config: VisionConfig, pack: Sequence[Grid], size: int, habits: _Habit
     factors = patches * (habits.turning[0] * config.head_dim + habits.turning[1])
     table = rope_table(config.head_dim)
     return {
-        "building the rotary table": rows + rope_construction(config.head_dim, patches),
+        "rotary table": rows + rope_construction(config.head_dim, patches),
         "embedding": table + habits.embedded * rows,
         "attention": table + factors + attention_bytes(config, patches, size, attention, habits.copies),
         "MLP": table + factors + mlp_bytes(config, patches, size, mlp),
