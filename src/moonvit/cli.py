@@ -358,8 +358,11 @@ def plan(
         }
         for index, (item, image, grid) in enumerate(zip(items, made.to_dict()["images"], grids, strict=True))
     ]
-    towers = [stock(engine, config, grids, dtype=dtype, tp=spread.tp, dp=spread.dp) for engine in ENGINES]
-    rows = [_beside(tower, spread, kv_bytes) for tower in towers] if beside else []
+    towers = ENGINES if beside else ()
+    rows = [
+        _beside(stock(engine, config, grids, dtype=dtype, tp=spread.tp, dp=spread.dp), spread, kv_bytes)
+        for engine in towers
+    ]
     peak = max(spread.rank_peaks)
     worth = None if kv_bytes is None else _kv_tokens(peak, kv_bytes, len(spread.rank_peaks))
     if not as_json:
