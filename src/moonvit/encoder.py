@@ -34,12 +34,10 @@ from moonvit.images import (
     picture_size,
 )
 from moonvit.model import FLOAT_DTYPES, Positions, VisionModel, as_patches, check_frames
-from moonvit.plan import Batch, Budget, Kept, Machine, Plan, make_plan, read_bytes
+from moonvit.plan import POSITION_CACHE, Batch, Budget, Kept, Machine, Plan, make_plan, read_bytes
 from moonvit.preprocess import DECODED_BYTES, patches_from, resize_plan
 from moonvit.sources import is_address
 
-POSITION_CACHE = "4MiB"
-"""Bytes of position tables that are kept where nobody says: one of 36 x 36 patches at K2.5 width takes 3 MB."""
 SMALLEST = Grid(1, 2, 2)
 """The smallest picture there is, in patches."""
 _ARRAYS = ("uint8", "float16", "float32", "float64")

@@ -38,6 +38,8 @@ NORM_VALUES = 65_536
 """Values that RMSNorm takes at a time on a CPU."""
 HEADS_AT_ONCE = ((4096, 4), (16_384, 2), (None, 1))
 """Heads of one attention call, by the patches of the longest image, where the kernel copies keys and values."""
+POSITION_CACHE = 4 << 20
+"""Bytes of position tables that an encoder keeps where nobody says: one of 36 x 36 at K2.5 width takes 3 MB."""
 _STEP = 16
 _UNITS = {
     "": 1,
@@ -162,7 +164,7 @@ class Kept:
         features_held: Bytes of those that are.
     """
 
-    positions: int = 0
+    positions: int = POSITION_CACHE
     grids: tuple[tuple[int, int], ...] = ()
     features: int = 0
     features_held: int = 0
@@ -202,6 +204,8 @@ class Plan:
         output_bytes: The features of all images.
         peak_bytes: Most that lives at once beyond the weights: pixels and workspace of a pass, the outputs until then,
             and what caches hold. Pictures are decoded one at a time, before their pass, and are not in it.
+        moment: When that is, one of ``MOMENTS``.
+        at_peak: Bytes by stage of what lives then; they add up to ``peak_bytes``.
         flops: Floating-point operations of the request, two for each multiply-add.
     """
 
@@ -215,6 +219,8 @@ class Plan:
     workspace_bytes: int
     output_bytes: int
     peak_bytes: int
+    moment: str
+    at_peak: dict[str, int]
     flops: int
 
     @property
@@ -242,6 +248,8 @@ class Plan:
             "workspace_bytes": self.workspace_bytes,
             "output_bytes": self.output_bytes,
             "peak_bytes": self.peak_bytes,
+            "moment": self.moment,
+            "at_peak": dict(self.at_peak),
             "flops": self.flops,
         }
 
@@ -264,7 +272,7 @@ def make_plan(
         dtype: ``"bfloat16"``, ``"float16"`` or ``"float32"``.
         budget: Bound on the workspace; None is "auto".
         machine: Where it runs; None is one thread of a CPU.
-        kept: What caches hold already; None is no caches.
+        kept: What caches hold already; None is a new encoder.
         decoded: Bytes that the largest picture takes on the host until it is patches.
 
     Returns:
@@ -286,12 +294,14 @@ def make_plan(
     stages = {name: max(each[name] for each in passes) for name in passes[0]}
     outputs = [grid.tokens * config.text_hidden_size * cost.size for grid in pack]
     caches = _cached(kept or Kept(), cost, pack, batches, outputs)
-    before = peak = 0
+    before, peak, moment, at_peak = 0, 0, "", stages
     for load, each, cached in zip(batches, passes, caches, strict=True):
         after = before + sum(outputs[index] for index in load.indices)
-        embedding, blocks, projecting = parts_of(each)
-        most = max(cached[0] + before + embedding, cached[1] + before + blocks, cached[1] + after + projecting)
-        peak = max(peak, each["patches"] + most)
+        for name, parts in MOMENTS.items():
+            live = {part: each[part] for part in (*ALWAYS, *parts)}
+            live |= {"cached": cached[name not in EMBEDDING], "outputs": after if name in PROJECTING else before}
+            if sum(live.values()) > peak:
+                peak, moment, at_peak = sum(live.values()), name, live
         before = after
     return Plan(
         grids=pack,
@@ -304,6 +314,8 @@ def make_plan(
         workspace_bytes=max(workspace_of(each) for each in passes),
         output_bytes=before,
         peak_bytes=peak,
+        moment=moment,
+        at_peak={part: count for part, count in at_peak.items() if count},
         flops=sum(image_flops(config, grid) for grid in pack),
     )
 
@@ -606,20 +618,21 @@ def workspace_of(stages: dict[str, int]) -> int:
     Returns:
         Bytes beyond weights, pixels, outputs and caches.
     """
-    return max(parts_of(stages))
+    return max(sum(stages[part] for part in (*ALWAYS[1:], *parts)) for parts in MOMENTS.values())
 
 
-def parts_of(stages: dict[str, int]) -> tuple[int, int, int]:
-    """Bytes of the three parts of a pass, one after another; rotary tables and hidden rows live through all.
-
-    Args:
-        stages: Bytes by stage, as in ``Plan.stages``.
-
-    Returns:
-        Embedding, blocks, projecting.
-    """
-    always = stages["rope"] + stages["hidden"]
-    blocks = stages["kv"] + stages["attended"] + max(stages["attention"], stages["chunk"])
-    embedding = max(stages["embed"], stages["positions"])
-    projecting = max(stages["merge"], stages["projector"])
-    return always + embedding, always + blocks, always + projecting
+ALWAYS = ("patches", "rope", "hidden")
+"""Stages that live through a whole pass."""
+MOMENTS = {
+    "embedding": ("embed",),
+    "positions": ("positions",),
+    "attention": ("kv", "attended", "attention"),
+    "MLP": ("kv", "attended", "chunk"),
+    "merging": ("merge",),
+    "projecting": ("projector",),
+}
+"""The parts of a pass, one after another, and the stages that live in each besides."""
+EMBEDDING = ("embedding", "positions")
+"""Moments at which tables that leave the cache may still be there."""
+PROJECTING = ("merging", "projecting")
+"""Moments at which the features of the pass are there."""

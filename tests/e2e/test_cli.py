@@ -56,16 +56,60 @@ def test_every_command_explains_itself(command: str) -> None:
 def test_plan_needs_no_weights_and_no_torch(picture: str) -> None:
     done = moonvit("plan", "--model", "kimi-k3", "4000x3000", picture, "--json")
     document = json.loads(done.stdout)
-    assert document["images"][0] == {"grid": [1, 216, 286], "patches": 61776, "tokens": 15444}
+    first = document["images"][0]
+    assert (first["item"], first["grid"], first["patches"], first["tokens"]) == (
+        "4000x3000",
+        [1, 216, 286],
+        61776,
+        15444,
+    )
+    assert first["output_bytes"] == 15444 * 7168 * 2 and first["alone_peak_bytes"] <= document["peak_bytes"]
+    assert document["machine"] == {"device": "cpu", "threads": 1, "bfloat16": True}
+    assert sum(document["at_peak"].values()) == document["peak_bytes"]
+    assert document["compare"] == [] and document["peak_kv_tokens"] is None
     assert document["tokens"] == 15444 + document["images"][1]["tokens"]
     assert document["peak_bytes"] > document["workspace_bytes"] > document["stages"]["kv"]
     table = moonvit("plan", "--model", "kimi-k3", "4000x3000", picture).stdout
-    assert "15,444" in table and "workspace" in table and "TFLOP" in table
+    assert "15,444" in table and "workspace" in table and "TFLOP" in table and "█" in table
+    assert "planned for 1 thread of a CPU with bfloat16 instructions" in table
+    assert max(map(len, table.splitlines())) <= 100
     code = (
         "import sys\nfrom moonvit.cli import app\n"
-        "app(['plan', '-m', 'kimi-k3', '4000x3000'], standalone_mode=False)\nassert 'torch' not in sys.modules"
+        "app(['plan', '-m', 'kimi-k3', '4000x3000', '--compare'], standalone_mode=False)\nassert 'torch' not in sys.modules"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+FIVE = ("4000x3000", "1920x1080", "640x480", "2000x1500", "1024x768")
+
+
+def test_plan_of_sixteen_ranks_beside_stock_towers() -> None:
+    words = ("plan", "-m", "kimi-k3", *FIVE, "--ranks", "16", "--device", "cuda", "--compare")
+    document = json.loads(moonvit(*words, "--kv-bytes-per-token", "864", "--json").stdout)
+    spread = document["deployment"]
+    assert (spread["tp"], spread["dp"], spread["imbalance"]) == (1, 16, 1.0)
+    assert [group["images"] for group in spread["groups"]] == [[0], [3], [1], [4], [2], *[[]] * 11]
+    assert [image["group"] for image in document["images"]] == [0, 2, 4, 1, 3]
+    assert [row["tower"] for row in document["compare"]] == ["vLLM 0.32", "SGLang 0.5.23"]
+    for row in document["compare"]:
+        assert row["basis"] == "computed" and row["mode"] == "data parallel over 16" and len(row["ranks"]) == 16
+        assert row["difference_bytes"] == max(row["ranks"]) - spread["peak_bytes"] > 0
+        tokens = row["difference_bytes"] // 864
+        assert row["kv_tokens"] == {"bytes_per_token": 864, "rank": tokens, "all": 16 * tokens}
+    table = moonvit(*words, "--kv-bytes-per-token", "864", env={"COLUMNS": "80"}).stdout
+    assert "5-15" in table and "empty" in table and "computed" in table and "not measured" in table
+    assert "planned for a CUDA device" in table and f"{tokens:,}" in table
+    assert max(map(len, table.splitlines())) <= 80
+
+
+def test_plan_says_how_many_kv_tokens_bytes_hold() -> None:
+    # 1,016,293 tokens of K3 in FP8: 24 latent layers of 576 values, one sixteenth of them on each of 16 ranks.
+    assert cli._kv_tokens(878_077_152, 24 * 576 // 16, 16)["rank"] == 1_016_293
+    assert cli._kv_tokens(-1, 10, 2) == {"bytes_per_token": 10, "rank": -1, "all": -2}
+    document = json.loads(moonvit("plan", "-m", "kimi-k3", "640x480", "--kv-bytes-per-token", "13824", "--json").stdout)
+    assert document["peak_kv_tokens"]["rank"] == document["peak_bytes"] // 13824
+    said = moonvit("plan", "-m", "kimi-k3", "640x480", "--kv-bytes-per-token", "13824").stdout
+    assert f"the peak is worth {document['peak_kv_tokens']['rank']:,} KV tokens of 13,824 bytes" in said
 
 
 def test_encode_writes_features(picture: str, tmp_path: Path) -> None:
@@ -167,6 +211,15 @@ def test_models_lists_families_and_the_demo() -> None:
         (("encode", "nothing.png", "-o", "/no/such/x.safetensors"), errors.InvalidInputError, "no directory /no/such"),
         (("plan", "-m", "kimi-k3", "4000x3000", "--budget", "1MiB"), errors.BudgetError, "1048576"),
         (("plan", "99999x1"), errors.ImageError, "image 0 (99999x1): 99999 x 1 pixels, at most 65535"),
+        (
+            ("plan", "-m", "kimi-k3", "9x9", "--tp", "16"),
+            errors.ConfigError,
+            "12 heads and an MLP of 4096 divide over 1, 2",
+        ),
+        (("plan", "9x9", "--tp", "4", "--dp", "4", "--ranks", "8"), errors.ConfigError, "tp 4 x dp 4 is 16"),
+        (("plan", "9x9", "--device", "tpu"), errors.ConfigError, "'tpu': plans are made for cpu and cuda"),
+        (("plan", "9x9", "--threads", "0"), errors.ConfigError, "threads = 0, allowed are 1 to"),
+        (("plan", "9x9", "--kv-bytes-per-token", "0"), errors.ConfigError, "kv-bytes-per-token = 0"),
         (("check", ""), errors.CheckpointError, "is empty"),
         (("plan", "-m", "kimi-k3", "4000x3000", "--budget", "lots"), errors.ConfigError, "lots"),
         (("encode", "nothing.png"), errors.ImageError, "nothing.png"),

@@ -77,6 +77,14 @@ def test_commands_run(command: str, tmp_path: Path) -> None:
         assert out == "stop\n"
 
 
+def test_the_plan_prints_what_stands_below_it() -> None:
+    [shown] = [text for kind, text in BLOCKS if kind == "" and "stock towers" in text]
+    command = next(shlex.split(command) for command in COMMANDS if "--compare" in command)
+    out = run([sys.executable, "-m", "moonvit", *command[1:]], COLUMNS="80")
+    printed = [line.rstrip() for line in out.splitlines()]
+    assert all(line in printed for line in shown.splitlines())
+
+
 def test_curl_gets_an_answer(address: str) -> None:
     snippet = next(text for kind, text in BLOCKS if kind == "bash" and text.startswith("curl"))
     out = run(["bash", "-c", snippet.replace("http://127.0.0.1:8000", address)])

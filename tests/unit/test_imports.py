@@ -20,6 +20,8 @@ HOUSE: list[tuple[int, str, set[str]]] = [
     (0, "grids", set()),
     (1, "families", set()),
     (1, "plan", set()),
+    (1, "deploy", set()),
+    (1, "stock", set()),
     (1, "cache", set()),
     (2, "headers", set()),
     (2, "sources", {"httpx"}),

@@ -20,6 +20,7 @@ from moonvit.families import FAMILIES, VisionConfig, family_config
 from moonvit.grids import Grid
 from moonvit.model import VisionModel
 from moonvit.plan import (
+    MOMENTS,
     ROWS,
     Budget,
     Machine,
@@ -28,7 +29,6 @@ from moonvit.plan import (
     heads_at_once,
     image_flops,
     make_plan,
-    parts_of,
     workspace_of,
 )
 from moonvit.reference import max_relative_error
@@ -302,8 +302,9 @@ def test_sums() -> None:
     assert plan.output_bytes == plan.tokens * 7168 * 4 == plan.stages["outputs"]
     assert plan.stages["patches"] == 600 * 588
     assert plan.workspace_bytes == workspace_of(plan.stages)
-    embedding, blocks, projecting = parts_of(plan.stages)
-    assert plan.peak_bytes == plan.stages["patches"] + max(embedding, blocks, projecting + plan.output_bytes)
+    assert plan.stages["cached"] == (600 + 64) * 1024 * 4
+    assert plan.peak_bytes == sum(plan.at_peak.values())
+    assert plan.moment in MOMENTS and {*MOMENTS[plan.moment]} <= {*plan.at_peak, "attended"}
     assert all(isinstance(value, int) for value in plan.stages.values())
 
 
