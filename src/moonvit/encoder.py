@@ -168,7 +168,7 @@ class VisionEncoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights and of the features."""
+        """Dtype of the features, and of the weights that are not packed."""
         return self.model.dtype
 
     @property
@@ -288,7 +288,7 @@ class VisionEncoder:
         name = str(self.dtype).removeprefix("torch.")
         bfloat16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
         machine = Machine(self.device.type, torch.get_num_threads(), bfloat16)
-        return make_plan(self.config, grids, dtype=name, budget=self.budget, machine=machine)
+        return make_plan(self.config, grids, dtype=name, budget=self.budget, machine=machine, packed=self.model.packed)
 
     def _grid(self, item: Any, index: int) -> Grid:
         if not isinstance(item, (list, tuple)):
