@@ -126,6 +126,29 @@ def packable(config: VisionConfig) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": tuple(layer.weight.shape) for name, layer in modules if isinstance(layer, Linear)}
 
 
+def packed_layers(config: VisionConfig, path: str | Path) -> frozenset[str]:
+    """Which layers of a local checkpoint are packed, as ``make_plan`` takes them, by its headers alone.
+
+    Args:
+        config: The model.
+        path: Checkpoint directory or safetensors file; it may lack its weights.
+
+    Returns:
+        Their names; none where the weights are not there.
+    """
+    try:
+        shards = vision_shards(path)
+    except CheckpointError:
+        return frozenset()
+    names, layers = known_names(config), packable(config)
+    packed = {}
+    for header in (header for shard, held in shards.items() for header in read_headers(shard, held)):
+        piece = names.get(header.name.removeprefix("model."))
+        if piece is not None and piece.name in layers and header.dtype in _KINDS:
+            packed[piece.name.removesuffix(".weight")] = _KINDS[header.dtype]
+    return VisionModel.empty(config, device="meta", packed=packed).packed
+
+
 def _outline(config: VisionConfig) -> VisionModel:
     with torch.device("meta"):
         return VisionModel(config)
@@ -342,11 +365,18 @@ def load_tensors(model: VisionModel, tensors: Iterable[tuple[str, torch.Tensor]]
             if piece.part < 2 and tensor.shape == target.shape:
                 tensor = _swap_halves(tensor, model.config.num_heads, to_pairs=True)
         if tensor.shape == target.shape:
+            _refuse_nan(name, tensor)
             target.copy_(tensor)
     packed = check(model.config, headers, "the checkpoint")
     for layer in packed:
         _set_scales(model, layer, scales[f"{layer}.weight"])
     return set(dict(model.named_parameters()))
+
+
+def _refuse_nan(name: str, tensor: torch.Tensor) -> None:
+    """A NaN of FP8 would not survive being unpacked, as others do until features are looked at."""
+    if tensor.dtype == torch.float8_e4m3fn and bool(((tensor.view(torch.uint8) & 127) == 127).any()):
+        raise CheckpointError(f"{name} holds NaN")
 
 
 def _set_scales(model: VisionModel, name: str, given: list[tuple[Piece, str, torch.Tensor]]) -> None:

@@ -280,10 +280,10 @@ def plan(
     from moonvit.plan import Budget, make_plan
     from moonvit.preprocess import resize_plan
 
-    config = _config(model)
+    config, packed = _config(model)
     with _naming(items):
         grids = [resize_plan(config.rule, *_size(item, index)).grid for index, item in enumerate(items)]
-        made = make_plan(config, grids, dtype=dtype, budget=Budget(budget))
+        made = make_plan(config, grids, dtype=dtype, budget=Budget(budget), packed=packed)
     if as_json:
         _print_json({"family": config.family, "items": items, **made.to_dict()})
     else:
@@ -330,17 +330,19 @@ def _exists(path: str) -> bool:
         return False
 
 
-def _config(model: str | None) -> Any:
-    """Configuration of a family name, or of a checkpoint."""
+def _config(model: str | None) -> tuple[Any, frozenset[str]]:
+    """Configuration of a family name, or of a checkpoint, and which of its layers are packed."""
     from moonvit.families import ALIASES, FAMILIES, VARIANTS, family_config
 
     if model is not None and not _exists(model):
         known = model.lower()
         if known in FAMILIES or known in ALIASES or known in VARIANTS or "/" not in model:
-            return family_config(model)
-    from moonvit.checkpoint import read_config, resolve
+            return family_config(model), frozenset()
+    from moonvit.checkpoint import packed_layers, read_config, resolve
 
-    return read_config(resolve(_model_path(model)))[0]
+    local = resolve(_model_path(model))
+    config = read_config(local)[0]
+    return config, packed_layers(config, local)
 
 
 @app.command()

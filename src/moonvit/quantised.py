@@ -76,7 +76,7 @@ def unpack_into(
         ``out_RI``.
     """
     rows, columns = weight_OI.shape
-    out_RI.copy_(weight_OI[first:last])
+    _widen(weight_OI[first:last], out_RI)
     scale_AB = _scale_AB(scale)
     width = columns if scale_AB.shape[1] == 1 else BLOCK
     for place, scale_A in enumerate(scale_AB.unbind(1)):
@@ -89,6 +89,19 @@ def unpack_into(
             for block in range(first // BLOCK, -(-last // BLOCK)):
                 some_RI[max(0, block * BLOCK - first) : (block + 1) * BLOCK - first].mul_(scale_A[block])
     return out_RI
+
+
+def _widen(packed: torch.Tensor, out: torch.Tensor) -> None:
+    """Packed values as float32, before their scale."""
+    if packed.dtype != torch.float8_e4m3fn or packed.device.type != "cpu":
+        out.copy_(packed)
+        return
+    # torch converts FP8 one value at a time on a CPU. Its bits, moved to where float32 has sign, exponent and mantissa,
+    # are the same number times 2 ** -120, subnormal ones too; only NaN would become 480, and is refused when it comes.
+    bits = out.view(torch.int32)
+    bits.copy_(packed.view(torch.int8))
+    bits.bitwise_left_shift_(20).bitwise_and_(-0x78000001)
+    out.mul_(2.0**120)
 
 
 def unpack(weight_OI: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
