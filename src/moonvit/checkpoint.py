@@ -4,6 +4,10 @@ The table ``_SPELLINGS`` says what each tensor is called elsewhere; everything h
 other. Loading is strict: headers are compared with the model before a single value is read, and all differences are
 reported together. Only shards that hold vision are opened, and values go straight into the model, one tensor at a time.
 
+A linear layer may be packed, each for itself: ``X.weight`` in FP8 (e4m3fn) or int8 beside ``X.weight_scale`` or
+``X.weight_scale_inv``, one number, one for each row, or one for each block of 128 x 128. Its bytes stay as they are. An
+``X.input_scale`` beside them is passed over: activations are not packed here.
+
 Sources of the names: the official checkpoints (``official``); transformers 5 (``transformers``), whose towers keep q, k
 and v apart and their rotary pairs split in halves; the serving engines' run-time names (``runtime``). A leading
 ``model.`` is accepted before all of them, and one file may mix them: transformers' own ``save_pretrained`` does.
@@ -26,6 +30,7 @@ from safetensors.torch import save_file
 from moonvit.errors import CheckpointError, InvalidInputError, MissingDependencyError
 from moonvit.families import ALIASES, FAMILIES, PREFIXES, VisionConfig, config_dicts, config_from_dict, read_json
 from moonvit.model import VisionModel
+from moonvit.quantised import SCALE_NAMES, Linear, PackedLinear, row_scales, scale_shapes
 
 Spelling = Literal["official", "transformers", "runtime"]
 
@@ -60,6 +65,13 @@ _READ_ONLY = {"vision_tower.patch_embed.proj": "vision_tower.encoder.patch_embed
 """Spellings that are read and never written: transformers 5.19 saves this one when it restores official names."""
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
+_KINDS = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
+"""Packed weights that are read."""
+_DTYPE_NAMES = {
+    **{dtype: name for name, dtype in _KINDS.items()},
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+}
+_PASSED_OVER = "input_scale"
 _PACKED = re.compile(
     r"(_packed|_scale|_scale_inv|_scale_2|_zero_point|_shape|_g_idx|\.qweight|\.qzeros|\.scales|\.g_idx)$"
 )
@@ -98,9 +110,48 @@ def expected_shapes(config: VisionConfig) -> dict[str, tuple[int, ...]]:
     Returns:
         As a checkpoint of this model holds them.
     """
+    return {name: tuple(tensor.shape) for name, tensor in _outline(config).state_dict().items()}
+
+
+def packable(config: VisionConfig) -> dict[str, tuple[int, ...]]:
+    """Official name and shape of the weights that a file may hold packed: those of linear layers.
+
+    Args:
+        config: Which model.
+
+    Returns:
+        Of every block and of the projector; not the patch embedding, whose name says convolution.
+    """
+    modules = _outline(config).named_modules()
+    return {f"{name}.weight": tuple(layer.weight.shape) for name, layer in modules if isinstance(layer, Linear)}
+
+
+def packed_layers(config: VisionConfig, path: str | Path) -> frozenset[str]:
+    """Which layers of a local checkpoint are packed, as ``make_plan`` takes them, by its headers alone.
+
+    Args:
+        config: The model.
+        path: Checkpoint directory or safetensors file; it may lack its weights.
+
+    Returns:
+        Their names; none where the weights are not there.
+    """
+    try:
+        shards = vision_shards(path)
+    except CheckpointError:
+        return frozenset()
+    names, layers = known_names(config), packable(config)
+    packed = {}
+    for header in (header for shard, held in shards.items() for header in read_headers(shard, held)):
+        piece = names.get(header.name.removeprefix("model."))
+        if piece is not None and piece.name in layers and header.dtype in _KINDS:
+            packed[piece.name.removesuffix(".weight")] = _KINDS[header.dtype]
+    return VisionModel.empty(config, device="meta", packed=packed).packed
+
+
+def _outline(config: VisionConfig) -> VisionModel:
     with torch.device("meta"):
-        model = VisionModel(config)
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        return VisionModel(config)
 
 
 def known_names(config: VisionConfig) -> dict[str, Piece]:
@@ -159,7 +210,7 @@ def _swap_halves(tensor: torch.Tensor, heads: int, *, to_pairs: bool) -> torch.T
 # ---- strictness -----------------------------------------------------------------------------------------------------
 
 
-def check(config: VisionConfig, headers: Iterable[Header], source: str) -> None:
+def check(config: VisionConfig, headers: Iterable[Header], source: str) -> dict[str, torch.dtype]:
     """Compare what a checkpoint holds with what a model needs.
 
     Args:
@@ -167,44 +218,78 @@ def check(config: VisionConfig, headers: Iterable[Header], source: str) -> None:
         headers: All vision tensors of the checkpoint.
         source: What to call the checkpoint in the message.
 
+    Returns:
+        Official names of the linear layers that are packed, and the dtype of their values.
+
     Raises:
-        CheckpointError: With every missing, unexpected, doubled, packed and misshapen tensor, by name.
+        CheckpointError: With every missing, unexpected, doubled, wrongly packed and misshapen tensor, by name.
     """
-    shapes, names = expected_shapes(config), known_names(config)
-    found: dict[Piece, str] = {}
-    unexpected, packed, doubled, misshapen = [], [], [], []
+    shapes, names, layers = expected_shapes(config), known_names(config), packable(config)
+    found: dict[Piece, Header] = {}
+    beside: dict[Piece, list[Header]] = {}
+    unexpected, refused, doubled, misshapen, lone = [], [], [], [], []
+    wrong: set[Piece] = set()
     for header in headers:
         name = header.name.removeprefix("model.")
         piece = names.get(name)
-        if header.dtype not in _FLOATS or _PACKED.search(name):
-            packed.append(f"{header.name} ({header.dtype})")
-            piece = piece or names.get(f"{name.rpartition('.')[0]}.weight")
-            if piece is not None:
-                found[piece] = header.name
-            continue
         if piece is None:
-            unexpected.append(header.name)
+            stem, _, last = name.rpartition(".")
+            weight = names.get(f"{stem}.weight")
+            if weight is not None and (last in SCALE_NAMES or last == _PASSED_OVER):
+                beside.setdefault(weight, []).append(header)
+            elif header.dtype not in _FLOATS or _PACKED.search(name):
+                refused.append(f"{header.name} ({header.dtype})")
+                if weight is not None:
+                    found[weight] = header
+                    wrong.add(weight)
+            else:
+                unexpected.append(header.name)
             continue
         if piece in found:
-            doubled.append(f"{found[piece]} and {header.name}")
-        found[piece] = header.name
-        shape = shapes[piece.name]
-        if piece.part is not None:
-            shape = (shape[0] // 3, *shape[1:])
-        if header.shape != shape:
-            misshapen.append(f"{header.name} is {list(header.shape)}, expected {list(shape)}")
-    given: dict[str, dict[int | None, str]] = {}
-    for piece, source_name in found.items():
-        given.setdefault(piece.name, {})[piece.part] = source_name
-    missing = []
+            doubled.append(f"{found[piece].name} and {header.name}")
+        found[piece] = header
+        if header.dtype not in _FLOATS and not (header.dtype in _KINDS and piece.name in layers):
+            refused.append(f"{header.name} ({header.dtype})")
+            wrong.add(piece)
+        elif header.shape != _part_shape(shapes[piece.name], piece):
+            expected = list(_part_shape(shapes[piece.name], piece))
+            misshapen.append(f"{header.name} is {list(header.shape)}, expected {expected}")
+
+    missing: list[str] = []
+    packed: dict[str, torch.dtype] = {}
+    for piece in {**found, **beside}:
+        scales = [scale for scale in beside.get(piece, ()) if not scale.name.endswith(f".{_PASSED_OVER}")]
+        if piece in wrong:
+            refused += [f"{scale.name} ({scale.dtype})" for scale in scales]
+        elif piece not in found or found[piece].dtype not in _KINDS:
+            lone += [scale.name for scale in beside.get(piece, ())]
+        else:
+            packed[piece.name.removesuffix(".weight")] = _KINDS[found[piece].dtype]
+            if not scales:
+                missing.append(f"{found[piece].name.removesuffix('weight')}{SCALE_NAMES[0]}")
+            if len(scales) > 1:
+                doubled.append(" and ".join(scale.name for scale in scales))
+            allowed = scale_shapes(*_part_shape(shapes[piece.name], piece))
+            for scale in scales:
+                if scale.dtype not in _FLOATS:
+                    refused.append(f"{scale.name} ({scale.dtype})")
+                elif scale.shape not in allowed:
+                    known = ", ".join(str(list(shape)) for shape in dict.fromkeys(allowed))
+                    misshapen.append(f"{scale.name} is {list(scale.shape)}, expected one of {known}")
+    given: dict[str, dict[int | None, Header]] = {}
+    for piece, header in found.items():
+        given.setdefault(piece.name, {})[piece.part] = header
+    mixed = []
     for name in shapes:
         parts = given.get(name, {})
         if None in parts and len(parts) > 1:
-            doubled.append(" and ".join(sorted(parts.values())))
+            doubled.append(" and ".join(sorted(header.name for header in parts.values())))
         elif not parts:
             missing.append(name)
         elif None not in parts:
             missing += [f"{name} ({'qkv'[part]} third)" for part in range(3) if part not in parts]
+            if len({_KINDS.get(header.dtype) for header in parts.values()}) > 1:
+                mixed += [f"{header.name} ({header.dtype})" for header in parts.values()]
     refuse(
         f"{source} does not fit {config.family}",
         {
@@ -212,9 +297,16 @@ def check(config: VisionConfig, headers: Iterable[Header], source: str) -> None:
             "unexpected": unexpected,
             "of a wrong shape": misshapen,
             "given twice": doubled,
-            "quantised, which is not supported for vision tensors": packed,
+            "of scales without a packed weight": lone,
+            "of one weight packed in different ways": mixed,
+            "quantised in a way that is not supported": refused,
         },
     )
+    return packed
+
+
+def _part_shape(shape: tuple[int, ...], piece: Piece) -> tuple[int, ...]:
+    return shape if piece.part is None else (shape[0] // 3, *shape[1:])
 
 
 def refuse(what: str, problems: Mapping[str, Sequence[str]]) -> None:
@@ -241,9 +333,9 @@ def load_tensors(model: VisionModel, tensors: Iterable[tuple[str, torch.Tensor]]
     """Copy tensors into a model as they come.
 
     Args:
-        model: Where they go; its dtype and device stay.
-        tensors: Name in any known spelling, and values on any device, in any floating dtype, strided as they like.
-            Tensors of the language model are passed over.
+        model: Where they go; its dtype and device stay. Linear layers become packed or plain as the tensors are.
+        tensors: Name in any known spelling, and values on any device, in any floating dtype or packed, strided as they
+            like. Tensors of the language model are passed over.
 
     Returns:
         Official names of the parameters that were filled: all of them.
@@ -251,26 +343,55 @@ def load_tensors(model: VisionModel, tensors: Iterable[tuple[str, torch.Tensor]]
     Raises:
         CheckpointError: As ``check``; the model may be partly filled by then.
     """
-    names, parameters = known_names(model.config), dict(model.named_parameters())
-    kinds = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    names, layers = known_names(model.config), packable(model.config)
     headers = []
+    scales: dict[str, list[tuple[Piece, str, torch.Tensor]]] = {}
     for name, tensor in tensors:
         if not is_vision(name):
             continue
-        header = Header(name, tuple(tensor.shape), kinds.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")))
+        header = Header(name, tuple(tensor.shape), _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)))
         headers.append(header)
-        piece = names.get(name.removeprefix("model."))
-        if piece is None or header.dtype not in _FLOATS:
+        stem, _, last = name.removeprefix("model.").rpartition(".")
+        piece, weight = names.get(f"{stem}.{last}"), names.get(f"{stem}.weight")
+        if last in SCALE_NAMES and weight is not None:
+            scales.setdefault(weight.name, []).append((weight, last, tensor))
+        if piece is None or not (header.dtype in _FLOATS or (header.dtype in _KINDS and piece.name in layers)):
             continue
-        target: torch.Tensor = parameters[piece.name]
+        if piece.name in layers:
+            model.pack(piece.name.removesuffix(".weight"), _KINDS.get(header.dtype))
+        target: torch.Tensor = model.get_parameter(piece.name)
         if piece.part is not None:
             target = torch.unflatten(target, 0, (3, -1))[piece.part]
             if piece.part < 2 and tensor.shape == target.shape:
                 tensor = _swap_halves(tensor, model.config.num_heads, to_pairs=True)
         if tensor.shape == target.shape:
+            _refuse_nan(name, tensor)
             target.copy_(tensor)
-    check(model.config, headers, "the checkpoint")
-    return set(parameters)
+    packed = check(model.config, headers, "the checkpoint")
+    for layer in packed:
+        _set_scales(model, layer, scales[f"{layer}.weight"])
+    return set(dict(model.named_parameters()))
+
+
+def _refuse_nan(name: str, tensor: torch.Tensor) -> None:
+    """A NaN of FP8 would not survive being unpacked, as others do until features are looked at."""
+    if tensor.dtype == torch.float8_e4m3fn and bool(((tensor.view(torch.uint8) & 127) == 127).any()):
+        raise CheckpointError(f"{name} holds NaN")
+
+
+def _set_scales(model: VisionModel, name: str, given: list[tuple[Piece, str, torch.Tensor]]) -> None:
+    """Give a packed layer its scales; those of thirds become one for each row, turned as the rows are."""
+    layer = model.get_submodule(name)
+    assert isinstance(layer, PackedLinear)
+    piece, last, scale = given[0]
+    if piece.part is not None:
+        thirds = []
+        for piece, _, third in sorted(given, key=lambda one: one[0].part or 0):
+            rows = row_scales(third.float(), layer.out_features // 3)
+            thirds.append(rows if piece.part == 2 else _swap_halves(rows, model.config.num_heads, to_pairs=True))
+        across = max(third.shape[1] for third in thirds)
+        scale = torch.cat([third.expand(-1, across) for third in thirds])
+    layer.set_scale(scale, last)
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -287,7 +408,7 @@ def load_vision(
     Args:
         model_or_config: A model to fill, or a configuration to build one from.
         path: Checkpoint directory, safetensors file, or ``owner/name`` on the Hugging Face hub.
-        dtype: Of a model that is built; None is float32. A given model keeps its own.
+        dtype: Of a model that is built; None is float32. A given model keeps its own. Packed weights stay packed.
         device: Of a model that is built; None is the CPU. A given model keeps its own.
 
     Returns:
@@ -300,11 +421,12 @@ def load_vision(
     local = resolve(path)
     config = model_or_config.config if isinstance(model_or_config, VisionModel) else model_or_config
     shards = vision_shards(local)
-    check(config, [header for shard, names in shards.items() for header in read_headers(shard, names)], str(local))
+    headers = [header for shard, names in shards.items() for header in read_headers(shard, names)]
+    packed = check(config, headers, str(local))
     if isinstance(model_or_config, VisionModel):
         model = model_or_config
     else:
-        model = VisionModel.empty(config, dtype or torch.float32, device or "cpu")
+        model = VisionModel.empty(config, dtype or torch.float32, device or "cpu", packed=packed)
     load_tensors(model, read_tensors(shards))
     return model.eval()
 
@@ -502,7 +624,7 @@ def save_vision(model: VisionModel, path: str | Path, spelling: Spelling = "offi
     """Write a tower and projector.
 
     Args:
-        model: What to write, in its own dtype.
+        model: What to write, in its own dtype; packed weights as they are.
         path: A ``.safetensors`` file, or a directory that gets ``model.safetensors``, ``config.json`` and
             ``preprocessor_config.json``.
         spelling: Whose names to write; official unless another program wants its own.
@@ -524,6 +646,8 @@ def save_vision(model: VisionModel, path: str | Path, spelling: Spelling = "offi
         if len(names) == 1:
             tensors[names[0]] = tensor.cpu().contiguous()
             continue
+        if official.endswith(SCALE_NAMES):
+            tensor = row_scales(tensor, 3 * model.config.qkv_size)
         for part, name in enumerate(names):
             third = torch.unflatten(tensor, 0, (3, -1))[part].cpu()
             tensors[name] = (
@@ -563,7 +687,8 @@ def check_vision(path: str | Path) -> dict[str, Any]:
 
     Returns:
         ``path``, ``family``, ``layers``, ``width``, ``language_width``, ``shards`` (files that hold vision),
-        ``tensors``, ``parameters``, ``bytes`` and ``dtypes``.
+        ``tensors``, ``parameters``, ``bytes``, ``dtypes`` and ``packed`` (how many linear layers of tower and
+        projector are packed, and in what).
 
     Raises:
         CheckpointError: Files are missing or broken, tensors are not exactly those of the model, or one of them holds
@@ -574,11 +699,12 @@ def check_vision(path: str | Path) -> dict[str, Any]:
     config, _ = read_config(local)
     shards = vision_shards(local)
     headers = [header for shard, names in shards.items() for header in read_headers(shard, names)]
-    check(config, headers, str(local))
+    packed = check(config, headers, str(local))
     broken, size = [], 0
     for name, tensor in read_tensors(shards):
         size += tensor.nbytes
-        if not tensor.isfinite().all():
+        # FP8 has NaN and no infinity, and no isfinite of its own
+        if not (tensor.bfloat16() if tensor.dtype == torch.float8_e4m3fn else tensor).isfinite().all():
             broken.append(name)
     if broken:
         raise CheckpointError(f"{local}: {len(broken)} tensor(s) hold NaN or infinity: {', '.join(broken[:_LISTED])}")
@@ -593,4 +719,18 @@ def check_vision(path: str | Path) -> dict[str, Any]:
         "parameters": sum(math.prod(header.shape) for header in headers),
         "bytes": size,
         "dtypes": ", ".join(sorted({header.dtype for header in headers})),
+        "packed": _describe(config, packed),
     }
+
+
+def _describe(config: VisionConfig, packed: Mapping[str, torch.dtype]) -> str:
+    """Such as ``projector: 2 of 2 linear layers in F8_E4M3``."""
+    layers = [name.removesuffix(".weight") for name in packable(config)]
+    said = []
+    for place, prefix in zip(("tower", "projector"), PREFIXES[config.family], strict=True):
+        among = [name for name in layers if name.startswith(prefix)]
+        for word, kind in _KINDS.items():
+            count = sum(packed.get(name) == kind for name in among)
+            if count:
+                said.append(f"{place}: {count} of {len(among)} linear layers in {word}")
+    return "; ".join(said) or "nothing"

@@ -334,7 +334,7 @@ def plan(
     from moonvit.preprocess import resize_plan
     from moonvit.stock import ENGINES, stock
 
-    config = _config(model)
+    config, packed = _config(model)
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"device = {_shown(device)!r}: plans are made for cpu and cuda", param="device")
     for name, value, most in (("threads", threads, 4096), ("kv-bytes-per-token", kv_bytes, 2**40)):
@@ -342,6 +342,7 @@ def plan(
             raise ConfigError(f"{name} = {value}, allowed are 1 to {most}", param=name)
     groups = layout(tp, dp, ranks)
     options: dict[str, Any] = {"dtype": dtype, "budget": Budget(budget), "machine": Machine(device, threads)}
+    options["packed"] = packed
     with _naming(items):
         grids = [resize_plan(config.rule, *_size(item, index)).grid for index, item in enumerate(items)]
         spread = deploy(config, grids, tp=groups[0], dp=groups[1], **options)
@@ -550,17 +551,19 @@ def _exists(path: str) -> bool:
         return False
 
 
-def _config(model: str | None) -> Any:
-    """Configuration of a family name, or of a checkpoint."""
+def _config(model: str | None) -> tuple[Any, frozenset[str]]:
+    """Configuration of a family name, or of a checkpoint, and which of its layers are packed."""
     from moonvit.families import ALIASES, FAMILIES, VARIANTS, family_config
 
     if model is not None and not _exists(model):
         known = model.lower()
         if known in FAMILIES or known in ALIASES or known in VARIANTS or "/" not in model:
-            return family_config(model)
-    from moonvit.checkpoint import read_config, resolve
+            return family_config(model), frozenset()
+    from moonvit.checkpoint import packed_layers, read_config, resolve
 
-    return read_config(resolve(_model_path(model)))[0]
+    local = resolve(_model_path(model))
+    config = read_config(local)[0]
+    return config, packed_layers(config, local)
 
 
 @app.command()

@@ -23,6 +23,7 @@ from moonvit.grids import Grid
 from moonvit.images import open_picture
 from moonvit.model import VisionModel
 from moonvit.preprocess import NORMALISE, patches_from
+from moonvit.quantised import Unpacked
 from moonvit.reference import max_relative_error, stages
 
 GATE = 1e-5
@@ -148,7 +149,7 @@ def compare(
         found["projector"] = model(patches.to(model.device), model.prepare(grids, ROWS))
     rows = [grid.patches for grid in grids]
     normalised = torch.tensor(NORMALISE)[patches.int()]
-    state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+    state = Unpacked({name: tensor.cpu() for name, tensor in model.state_dict().items()})
     half = model.dtype in (torch.bfloat16, torch.float16)
     images = list(zip(torch.split(normalised, rows), grids, strict=True))
     exact = [stages(state, model.config, *image) for image in images]

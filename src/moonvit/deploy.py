@@ -7,7 +7,7 @@ functions of the request, the same in every process.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -231,6 +231,7 @@ def deploy(
     dtype: str = "bfloat16",
     budget: Budget | None = None,
     machine: Machine | None = None,
+    packed: Set[str] = frozenset(),
 ) -> Deployment:
     """Plan a request over ``tp * dp`` ranks.
 
@@ -245,6 +246,7 @@ def deploy(
         dtype: Dtype of weights, workspace and features.
         budget: Bound on the workspace of each rank; None is "auto".
         machine: What each rank is; None is one thread of a CPU.
+        packed: As in ``make_plan``.
 
     Returns:
         The deployment, the same in every process.
@@ -259,12 +261,13 @@ def deploy(
     part = split_tensors(config, tp)
     _check_ranks("tp x dp", tp * dp)
     # The whole request first: what does not fit is named by its place in the request, not by that within a rank.
-    whole = make_plan(part, pack, dtype=dtype, budget=budget, machine=machine)
+    options: dict[str, Any] = {"dtype": dtype, "budget": budget, "machine": machine, "packed": packed}
+    whole = make_plan(part, pack, **options)
     costs = [image_flops(config, grid) for grid in pack]
     shares = []
     for group, images in enumerate(assign_images(config, pack, dp)):
         own = [pack[index] for index in images]
-        made = make_plan(part, own, dtype=dtype, budget=budget, machine=machine) if own else None
+        made = make_plan(part, own, **options) if own else None
         shares.append(
             Share(
                 ranks=tuple(range(group * tp, group * tp + tp)),

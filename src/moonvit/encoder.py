@@ -230,7 +230,7 @@ class VisionEncoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights and of the features."""
+        """Dtype of the features, and of the weights that are not packed."""
         return self.model.dtype
 
     @property
@@ -385,6 +385,7 @@ class VisionEncoder:
             budget=self.budget,
             machine=machine,
             kept=kept,
+            packed=self.model.packed,
             decoded=pixels * DECODED_BYTES,
         )
 

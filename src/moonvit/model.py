@@ -11,7 +11,8 @@ rows, projector. Workspace is therefore ``s * L * (D + 2Q)`` bytes and a constan
 much, a block goes through its heads in G groups: keys and values of one group, and attended rows of all, take
 ``s * L * (2Q / G + Q)``.
 
-Names in the state dict are those of the official checkpoints. There are no buffers.
+Names in the state dict are those of the official checkpoints. There are no buffers. Linear layers may hold packed
+weights (``quantised.py``), so a dtype to compute in is taken from norms and the position table, never from a linear.
 
 Shape suffixes: L packed patches, R rows of a chunk, C = 588 values of a patch, D tower width, Q qkv width, N heads,
 H head dimension, M merged tokens, K = 4D, E language width, T frames.
@@ -19,7 +20,7 @@ H head dimension, M merged tokens, K = 4D, E language width, T frames.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ from moonvit.families import PATCH, PATCH_VALUES, PREFIXES, VisionConfig
 from moonvit.grids import Grid, as_grids
 from moonvit.plan import NORM_VALUES, POSITION_BAND, TOKEN_ROWS, heads_at_once
 from moonvit.preprocess import NORMALISE
+from moonvit.quantised import Linear, PackedLinear, as_kind, linear_into, replace
 
 ROWS = 256
 """Rows of a chunk where the caller does not choose."""
@@ -149,11 +151,12 @@ def _norm(config: VisionConfig) -> nn.Module:
     return kind(config.hidden_size, eps=config.norm_eps)
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """``F.linear`` into a buffer that exists."""
-    if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
+def _linear(x: torch.Tensor, layer: Linear, out: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """As many outputs of a linear layer as ``out`` has room for, from ``first`` on."""
+    last = first + out.shape[1]
+    if isinstance(layer, PackedLinear):
+        return layer.into(x, out, first, last)
+    return linear_into(x, layer.weight[first:last], None if layer.bias is None else layer.bias[first:last], out)
 
 
 class PositionTable(nn.Module):
@@ -249,7 +252,7 @@ class PatchEmbed(nn.Module):
                 rows_RC = meta.pixel_table.index_select(0, rows_RC.flatten().int()).view(rows_RC.shape)
             # A product of strided rows rounds differently; patches give the same bits however they lie.
             rows_RC = rows_RC.to(weight_DC.dtype).contiguous()
-            _linear(rows_RC, weight_DC, self.proj.bias, hidden_LD[chunk.start : chunk.stop])
+            linear_into(rows_RC, weight_DC, self.proj.bias, hidden_LD[chunk.start : chunk.stop])
             del rows_RC
         self.pos_emb.add_to_(hidden_LD, meta)
         return hidden_LD
@@ -260,8 +263,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
-        self.fc0 = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.linear_bias)
-        self.fc1 = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.linear_bias)
+        self.fc0: Linear = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.linear_bias)
+        self.fc1: Linear = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.linear_bias)
 
     def forward(self, x_RD: torch.Tensor) -> torch.Tensor:
         """One chunk, (R, D) to (R, D)."""
@@ -293,8 +296,8 @@ class Block(nn.Module):
         self.heads = config.num_heads
         self.norm0 = _norm(config)
         self.norm1 = _norm(config)
-        self.wqkv = nn.Linear(config.hidden_size, 3 * config.qkv_size, bias=config.attn_bias)
-        self.wo = nn.Linear(config.qkv_size, config.hidden_size, bias=config.attn_bias)
+        self.wqkv: Linear = nn.Linear(config.hidden_size, 3 * config.qkv_size, bias=config.attn_bias)
+        self.wo: Linear = nn.Linear(config.qkv_size, config.hidden_size, bias=config.attn_bias)
         self.mlp = MLP(config)
 
     def forward(self, hidden_LD: torch.Tensor, scratch: Scratch, meta: Metadata) -> None:
@@ -320,7 +323,7 @@ class Block(nn.Module):
             rows = slice(chunk.start, chunk.stop)
             normed_RD = self.norm0(hidden_LD[rows])
             for part, out_LQ in ((1, scratch.keys_LQ), (2, scratch.values_LQ)):
-                _linear(normed_RD, *self._projection(part, group, out_LQ.shape[1]), out_LQ[rows])
+                self._project(normed_RD, part, group, out_LQ[rows])
             del normed_RD
             rotate_(self._heads(scratch.keys_LQ[rows], meta), meta.rotary.cis(chunk.start, chunk.stop))
 
@@ -330,7 +333,7 @@ class Block(nn.Module):
         """Attention output (R, Q / groups) of a chunk of rows and one group of heads."""
         width = scratch.keys_LQ.shape[1]
         q_RQ = hidden_LD.new_empty(chunk.stop - chunk.start, width)
-        _linear(self.norm0(hidden_LD[chunk.start : chunk.stop]), *self._projection(0, group, width), q_RQ)
+        self._project(self.norm0(hidden_LD[chunk.start : chunk.stop]), 0, group, q_RQ)
         q_RNH = self._heads(q_RQ, meta)
         rotate_(q_RNH, meta.rotary.cis(chunk.start, chunk.stop))
         k_LNH, v_LNH = self._heads(scratch.keys_LQ, meta), self._heads(scratch.values_LQ, meta)
@@ -347,11 +350,9 @@ class Block(nn.Module):
         del attended_RQ
         rows_RD.add_(self.mlp(self.norm1(rows_RD)))
 
-    def _projection(self, part: int, group: int, width: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias of the queries (part 0), keys (1) or values (2) of one group of heads."""
-        first = part * self.wo.in_features + group * width
-        bias = self.wqkv.bias
-        return self.wqkv.weight[first : first + width], None if bias is None else bias[first : first + width]
+    def _project(self, normed_RD: torch.Tensor, part: int, group: int, out_RQ: torch.Tensor) -> None:
+        """Queries (part 0), keys (1) or values (2) of one group of heads."""
+        _linear(normed_RD, self.wqkv, out_RQ, part * self.wo.in_features + group * out_RQ.shape[1])
 
     def _heads(self, x_RQ: torch.Tensor, meta: Metadata) -> torch.Tensor:
         return torch.unflatten(x_RQ, -1, (self.heads // meta.groups, -1))
@@ -421,10 +422,10 @@ class Projector(nn.Module):
         self.post_norm = RMSNorm(text, eps=eps) if config.projector == "post_norm" else None
 
     @property
-    def linears(self) -> tuple[nn.Linear, nn.Linear]:
+    def linears(self) -> tuple[Linear, Linear]:
         """The two linears, whatever the family calls them."""
         first, last = (self.proj[0], self.proj[2]) if hasattr(self, "proj") else (self.linear_1, self.linear_2)
-        assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
+        assert isinstance(first, Linear) and isinstance(last, Linear)
         return first, last
 
     @property
@@ -449,11 +450,11 @@ class Projector(nn.Module):
         x = first(x)
         torch.ops.aten.gelu_(x)
         if self.post_norm is None and out_RE.dtype == self.dtype:
-            _linear(x, last.weight, last.bias, out_RE)
+            _linear(x, last, out_RE)
         elif self.post_norm is None:
             out_RE.copy_(last(x))
         elif out_RE.dtype == self.dtype:
-            _linear(x, last.weight, last.bias, out_RE)
+            _linear(x, last, out_RE)
             self.post_norm(out_RE, out=out_RE)
         else:
             self.post_norm(last(x), out=out_RE)
@@ -487,6 +488,7 @@ class VisionModel(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         attention: Backend | str = "auto",
+        packed: Mapping[str, torch.dtype] | None = None,
     ) -> VisionModel:
         """A model with memory for its weights, and nothing in it yet.
 
@@ -495,6 +497,7 @@ class VisionModel(nn.Module):
             dtype: float32, bfloat16 or float16.
             device: Where the weights go.
             attention: As in the constructor.
+            packed: Names of linear layers, and the dtype of their packed values; their scales come later.
 
         Returns:
             The model.
@@ -507,6 +510,8 @@ class VisionModel(nn.Module):
             raise ConfigError(f"dtype = {dtype}: a tower can be {known}", param="dtype")
         with torch.device("meta"):
             model = cls(config, attention).to(dtype)
+            for name, kind in (packed or {}).items():
+                model.pack(name, kind)
         return model.to_empty(device=device)
 
     @torch.no_grad()
@@ -520,8 +525,10 @@ class VisionModel(nn.Module):
             The model.
 
         Raises:
-            ConfigError: The seed is no whole number from 0 on.
+            ConfigError: The seed is no whole number from 0 on, or weights are packed.
         """
+        if self.packed:
+            raise ConfigError("random values cannot be packed; use a model without packed weights", param="packed")
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
             raise ConfigError(f"seed = {seed!r}, must be a whole number of 0 to {2**63 - 1}", param="seed")
         generator = torch.Generator().manual_seed(seed)
@@ -558,6 +565,34 @@ class VisionModel(nn.Module):
     def device(self) -> torch.device:
         """Device of the tower."""
         return self.vision_tower.patch_embed.pos_emb.weight.device
+
+    @property
+    def packed(self) -> frozenset[str]:
+        """Layers that hold packed weights in at least one block, by the names that ``make_plan`` has for them."""
+        first, last = self.projector.linears
+        layers: list[tuple[str, nn.Module]] = [("first", first), ("last", last)]
+        for block in self.vision_tower.encoder.blocks:
+            assert isinstance(block, Block)
+            layers += [("wqkv", block.wqkv), ("wo", block.wo), ("fc0", block.mlp.fc0), ("fc1", block.mlp.fc1)]
+        return frozenset(name for name, layer in layers if isinstance(layer, PackedLinear))
+
+    def pack(self, name: str, kind: torch.dtype | None) -> Linear | None:
+        """Make room in a linear layer for weights of another kind; those it had are dropped where they were of another.
+
+        Args:
+            name: The layer, such as ``"vision_tower.encoder.blocks.0.wo"``.
+            kind: ``torch.float8_e4m3fn`` or ``torch.int8``; None is a weight in the model's dtype.
+
+        Returns:
+            The layer, or None where a layer of this name is not linear.
+        """
+        found = self.get_submodule(name)
+        if not isinstance(found, Linear):
+            return None
+        layer = as_kind(found, kind, self.dtype)
+        if layer is not found:
+            replace(self, name, layer)
+        return layer
 
     def prepare(
         self, grids: Iterable[Any], rows: int = ROWS, groups: int = 1, positions: Positions | None = None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -36,6 +36,8 @@ POSITION_BAND = 64
 """Channels of the position table that are resampled at a time."""
 NORM_VALUES = 65_536
 """Values that RMSNorm takes at a time on a CPU."""
+PACKED_VALUES = 262_144
+"""Values of a packed weight that are unpacked at a time."""
 HEADS_AT_ONCE = ((4096, 4), (16_384, 2), (None, 1))
 """Heads of one attention call, by the patches of the longest image, where the kernel copies keys and values."""
 POSITION_CACHE = 4 << 20
@@ -62,6 +64,19 @@ def chunk_rows(total: int, rows: int) -> int:
     chunks = -(-total // rows)
     even = -(-total // chunks)
     return min(total, rows, -(-even // _STEP) * _STEP)
+
+
+def packed_rows(rows: int, columns: int) -> int:
+    """Rows of a packed matrix that are unpacked at a time.
+
+    Args:
+        rows: Rows that are multiplied, at least 1.
+        columns: Their length.
+
+    Returns:
+        At least 1, of ``PACKED_VALUES`` together where that allows it.
+    """
+    return chunk_rows(rows, max(1, PACKED_VALUES // columns))
 
 
 def heads_at_once(longest: int, packs: bool) -> int | None:
@@ -263,6 +278,7 @@ def make_plan(
     machine: Machine | None = None,
     kept: Kept | None = None,
     decoded: int = 0,
+    packed: Set[str] = frozenset(),
 ) -> Plan:
     """Plan a request.
 
@@ -274,6 +290,8 @@ def make_plan(
         machine: Where it runs; None is one thread of a CPU.
         kept: What caches hold already; None is a new encoder.
         decoded: Bytes that the largest picture takes on the host until it is patches.
+        packed: Layers whose weights are FP8 or int8, as ``VisionModel.packed`` names them: of ``"wqkv"``, ``"wo"``,
+            ``"fc0"``, ``"fc1"``, and ``"first"`` and ``"last"`` of the projector.
 
     Returns:
         The plan.
@@ -288,7 +306,7 @@ def make_plan(
     if dtype not in ELEMENT_BYTES:
         raise ConfigError(f"dtype = {dtype!r}: known are {', '.join(ELEMENT_BYTES)}", param="dtype")
     limit = (budget or Budget()).bytes
-    cost = _within(_choices(config, dtype, machine or Machine()), pack, limit)
+    cost = _within(_choices(config, dtype, machine or Machine(), frozenset(packed)), pack, limit)
     batches = _batches(pack, cost)
     passes = [cost.stages(load) for load in batches]
     stages = {name: max(each[name] for each in passes) for name in passes[0]}
@@ -411,14 +429,14 @@ def _batches(grids: tuple[Grid, ...], cost: _Cost) -> list[_Load]:
     return [*batches, held]
 
 
-def _choices(config: VisionConfig, dtype: str, machine: Machine) -> list[_Cost]:
+def _choices(config: VisionConfig, dtype: str, machine: Machine, packed: frozenset[str]) -> list[_Cost]:
     """Every way to run a pass, fastest first: larger chunks before smaller ones, few groups of heads before many."""
     # Two groups take as much as one: attended rows of all heads weigh what half the keys and values do.
     groups = [number for number in range(1, config.num_heads + 1) if config.num_heads % number == 0 and number != 2]
     scratch = machine.device == "cpu" and machine.bfloat16 and dtype != "float32"
     # Products of over 96 rows make oneDNN copy whole weights in half precision.
     sizes = [rows for rows in ROWS if rows <= 96 or not scratch]
-    return [_Cost(config, dtype, machine, rows, number) for number in groups for rows in sizes]
+    return [_Cost(config, dtype, machine, rows, number, packed) for number in groups for rows in sizes]
 
 
 def _within(choices: list[_Cost], grids: tuple[Grid, ...], limit: int | None) -> _Cost:
@@ -452,6 +470,7 @@ class _Cost:
     machine: Machine
     rows: int
     groups: int
+    packed: frozenset[str]
 
     @property
     def size(self) -> int:
@@ -531,9 +550,12 @@ class _Cost:
         q = r * c.qkv_size // self.groups * s
         factors = r * c.head_dim * 4
         turned = max(2 * factors, factors + (r * c.qkv_size // self.groups * 4 if self._half else 0))
-        normed = self._norm(r, c.hidden_size) + self._product(r, c.hidden_size)
+        product = self._product(r, c.hidden_size)
+        unpacking = r * c.hidden_size * s + product + self._unpacked("wqkv", c.qkv_size // self.groups, c.hidden_size)
+        normed = max(self._norm(r, c.hidden_size) + product, unpacking)
         attended = q if self.groups == 1 else 0
         given = attended + r * c.hidden_size * s + self._product(r, c.qkv_size)
+        given += self._unpacked("wo", c.hidden_size, c.qkv_size)
         return max(q + normed, q + turned, q + self._kernel(load, r), given)
 
     def _kernel(self, load: _Load, r: int) -> int:
@@ -562,8 +584,11 @@ class _Cost:
     def _chunk(self, r: int) -> int:
         """Normalised, inner and outer rows of the MLP."""
         c, s = self.config, self.size
-        products = max(self._product(r, c.hidden_size), self._product(r, c.intermediate_size))
-        return max(r * (2 * c.hidden_size + c.intermediate_size) * s + products, self._norm(r, c.hidden_size))
+        d, i = c.hidden_size, c.intermediate_size
+        products = self._product(r, d), self._product(r, i)
+        first = r * (d + i) * s + products[0] + self._unpacked("fc0", i, d)
+        second = r * (2 * d + i) * s + max(products) + self._unpacked("fc1", d, i)
+        return max(first, second, self._norm(r, d))
 
     def _norm(self, rows: int, width: int) -> int:
         """Normalised rows, and what making them takes."""
@@ -588,6 +613,12 @@ class _Cost:
             64 * (-(-width // 64) * 64) + 128 * rows + 7168 + (16_384 if width > 2304 else 0)
         )
 
+    def _unpacked(self, layer: str, rows: int, columns: int) -> int:
+        """A block of a packed weight in float32, and in the dtype of the activations where that is another."""
+        if layer not in self.packed:
+            return 0
+        return packed_rows(rows, columns) * columns * (4 + (self.size if self._half else 0))
+
     def _merge(self, load: _Load, m: int) -> int:
         """Gathered rows and their norm; over several frames also their sum, in float32."""
 
@@ -602,11 +633,12 @@ class _Cost:
 
     def _projector(self, m: int) -> int:
         """Merged rows; normalised and inner ones, or inner ones and a norm within the output."""
-        merged = m * self.config.merged_size * self.size
-        product = self._product(m, self.config.merged_size)
+        k, e = self.config.merged_size, self.config.text_hidden_size
+        merged, product = m * k * self.size, self._product(m, k)
+        first, last = self._unpacked("first", k, k), self._unpacked("last", e, k)
         if self.config.projector == "pre_norm":
-            return 3 * merged + product
-        return 2 * merged + max(product, self._rms(m, self.config.text_hidden_size))
+            return max(3 * merged + product + first, 2 * merged + product + last)
+        return 2 * merged + max(product + max(first, last), self._rms(m, e))
 
 
 def workspace_of(stages: dict[str, int]) -> int:

@@ -28,6 +28,7 @@ HOUSE: list[tuple[int, str, set[str]]] = [
     (2, "images", {"PIL", "numpy"}),
     (2, "preprocess", {"PIL", "numpy"}),
     (3, "attention", {"torch"}),
+    (3, "quantised", {"torch"}),
     (3, "model", {"torch"}),
     (3, "reference", {"torch"}),
     (4, "checkpoint", {"torch", "safetensors", "huggingface_hub"}),
