@@ -28,8 +28,8 @@ INVENTED = 0.35
 """Share of the strings of training that are no words."""
 DRILLED = 0.5
 """Share of the samples of training that are drawn with ``drill``."""
-HARD = ("How many", "Which picture", "What does picture")
-"""How the questions begin that are answered wrong most often."""
+HARD = {"Which picture": 6.0, "How many": 3.0, "What does picture": 2.0}
+"""How the questions begin that are answered wrong most often, and how much sooner they are asked than others."""
 CENTRE_OF = {"shape": 1, "bar": 2, "text": 3}
 LABEL_CLASSES = (37, 37, 9, 9, 7, 11, 10, 4, 7, 7, 7)
 """Classes of the dense labels of a patch; 0 is nothing.
@@ -168,6 +168,10 @@ def _covered(labels: np.ndarray[Any, Any], mark: Mark, width: int) -> np.ndarray
     return part
 
 
+def _weight(question: str) -> float:
+    return next((weight for begin, weight in HARD.items() if question.startswith(begin)), 1.0)
+
+
 FILLER_WORDS = (
     "What", "does", "the", "text", "say", "there", "are", "many", "pictures", "shapes", "in", "which", "is", "it",
     "where", "colour", "of", "red",
@@ -243,7 +247,7 @@ class Stream(IterableDataset[Batch]):
         cells = [self._cells(rng), self._cells(rng)]
         # Large pictures cost far more than words, so more is asked about them.
         turns = 4 if max(r * c for r, c in cells) < 64 else 6
-        several = rng.random() < 0.45
+        several = rng.random() < 0.5
         sorts = [sort for sort in MIX if (sort == "multi") == several]
         most = min(self.most, 50) if several else self.most
         fill = rng.random() < 0.04
@@ -269,8 +273,7 @@ class Stream(IterableDataset[Batch]):
             easy = self.easy if rng.random() < 0.5 else 0.0
             drill = rng.random() < DRILLED
             sample = make_sample(rng, size, sort=sort, easy=easy, most_turns=99, invented=INVENTED, drill=drill)
-            # Drawn without replacement by weight; a count or a "which picture" is asked for before a colour.
-            sample.turns.sort(key=lambda turn: rng.expovariate(3.0 if turn.question.startswith(HARD) else 1.0))
+            sample.turns.sort(key=lambda turn: rng.expovariate(_weight(turn.question)))  # drawn by weight
             del sample.turns[turns:]
             picked = picked[: len(sample.images)]
             for image, marks, group in zip(sample.images, sample.marks, picked, strict=True):

@@ -831,7 +831,9 @@ def test_pictures_are_encoded_in_the_batches_of_the_plan(
     seen: list[int] = []
     model = engine.encoder.model
     real = model.prepare
-    monkeypatch.setattr(model, "prepare", lambda grids, *way: (seen.append(len(grids)), real(grids, *way))[1])
+    monkeypatch.setattr(
+        model, "prepare", lambda grids, *way, **more: (seen.append(len(grids)), real(grids, *way, **more))[1]
+    )
     asyncio.run(collect(engine, request))
     assert seen == [len(batch.indices) for batch in plan.batches]
     assert len(seen) > 1
