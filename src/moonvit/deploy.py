@@ -187,12 +187,14 @@ class Deployment:
         dp: Groups, which images are assigned to.
         shares: One for each group.
         least_load: What the busiest group must get at least, in floating-point operations.
+        whole: What one rank takes of a group that has the whole request.
     """
 
     tp: int
     dp: int
     shares: tuple[Share, ...]
     least_load: int
+    whole: Plan
 
     @property
     def heaviest(self) -> Share:
@@ -277,4 +279,4 @@ def deploy(
                 peak_bytes=max(made.peak_bytes if made else 0, whole.output_bytes),
             )
         )
-    return Deployment(tp, dp, tuple(shares), least_load(costs, dp))
+    return Deployment(tp, dp, tuple(shares), least_load(costs, dp), whole)

@@ -441,6 +441,7 @@ class VisionEncoder:
         finite = extremes.isfinite().all(dim=1).tolist()
         if not all(finite):
             index = first + finite.index(False)
+            self._features.clear()  # what was just kept may be among them
             raise NonFiniteError(
                 f"image {index}: the encoder gave NaN or infinity in {self.dtype}; "
                 "check the weights, or use a dtype with more range",

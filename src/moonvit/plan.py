@@ -42,6 +42,21 @@ HEADS_AT_ONCE = ((4096, 4), (16_384, 2), (None, 1))
 """Heads of one attention call, by the patches of the longest image, where the kernel copies keys and values."""
 POSITION_CACHE = 4 << 20
 """Bytes of position tables that an encoder keeps where nobody says: one of 36 x 36 at K2.5 width takes 3 MB."""
+ALWAYS = ("patches", "rope", "hidden")
+"""Stages that live through a whole pass."""
+MOMENTS = {
+    "embedding": ("embed",),
+    "positions": ("positions",),
+    "attention": ("kv", "attended", "attention"),
+    "MLP": ("kv", "attended", "chunk"),
+    "merging": ("merge",),
+    "projecting": ("projector",),
+}
+"""The parts of a pass, one after another, and the stages that live in each besides."""
+EMBEDDING = ("embedding", "positions")
+"""Moments at which tables that leave the cache may still be there."""
+PROJECTING = ("merging", "projecting")
+"""Moments at which the features of the pass are there."""
 _STEP = 16
 _UNITS = {
     "": 1,
@@ -317,7 +332,8 @@ def make_plan(
         after = before + sum(outputs[index] for index in load.indices)
         for name, parts in MOMENTS.items():
             live = {part: each[part] for part in (*ALWAYS, *parts)}
-            live |= {"cached": cached[name not in EMBEDDING], "outputs": after if name in PROJECTING else before}
+            live["cached"] = cached[0] if name in EMBEDDING else cached[1]
+            live["outputs"] = after if name in PROJECTING else before
             if sum(live.values()) > peak:
                 peak, moment, at_peak = sum(live.values()), name, live
         before = after
@@ -651,20 +667,3 @@ def workspace_of(stages: dict[str, int]) -> int:
         Bytes beyond weights, pixels, outputs and caches.
     """
     return max(sum(stages[part] for part in (*ALWAYS[1:], *parts)) for parts in MOMENTS.values())
-
-
-ALWAYS = ("patches", "rope", "hidden")
-"""Stages that live through a whole pass."""
-MOMENTS = {
-    "embedding": ("embed",),
-    "positions": ("positions",),
-    "attention": ("kv", "attended", "attention"),
-    "MLP": ("kv", "attended", "chunk"),
-    "merging": ("merge",),
-    "projecting": ("projector",),
-}
-"""The parts of a pass, one after another, and the stages that live in each besides."""
-EMBEDDING = ("embedding", "positions")
-"""Moments at which tables that leave the cache may still be there."""
-PROJECTING = ("merging", "projecting")
-"""Moments at which the features of the pass are there."""

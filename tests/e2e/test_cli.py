@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from moonvit import cli, errors
+from moonvit.cli.plans import kv_tokens
 from moonvit.engines import default_model
 from tests.tiny import write_k25, write_vl
 
@@ -104,8 +105,8 @@ def test_plan_of_sixteen_ranks_beside_stock_towers() -> None:
 
 def test_plan_says_how_many_kv_tokens_bytes_hold() -> None:
     # 1,016,293 tokens of K3 in FP8: 24 latent layers of 576 values, one sixteenth of them on each of 16 ranks.
-    assert cli._kv_tokens(878_077_152, 24 * 576 // 16, 16)["rank"] == 1_016_293
-    assert cli._kv_tokens(-1, 10, 2) == {"bytes_per_token": 10, "rank": -1, "all": -2}
+    assert kv_tokens(878_077_152, 24 * 576 // 16, 16)["rank"] == 1_016_293
+    assert kv_tokens(-1, 10, 2) == {"bytes_per_token": 10, "rank": -1, "all": -2}
     document = json.loads(moonvit("plan", "-m", "kimi-k3", "640x480", "--kv-bytes-per-token", "13824", "--json").stdout)
     assert document["peak_kv_tokens"]["rank"] == document["peak_bytes"] // 13824
     said = moonvit("plan", "-m", "kimi-k3", "640x480", "--kv-bytes-per-token", "13824").stdout

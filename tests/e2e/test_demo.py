@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 
 import openai
 import pytest
+from PIL import Image
 
 from moonvit.engines import default_model, open_engine
 from tests.live import image_part, live, solid, user
@@ -54,3 +56,14 @@ def test_order_of_pictures_decides(client: openai.OpenAI) -> None:
 
 def test_a_blank_picture_is_not_answered_from_memory(client: openai.OpenAI) -> None:
     assert answer(client, image_part(solid("white", (224, 140))), "What does it say?") != "stop"
+
+
+def test_a_photo_of_12_megapixels_is_answered(client: openai.OpenAI) -> None:
+    large = Image.new("RGB", (4000, 3000), "white")
+    with Image.open(SAMPLES / "stop.png") as stop:
+        large.paste(stop.convert("RGB").resize((2000, 2000 * stop.height // stop.width)), (900, 700))
+    out = io.BytesIO()
+    large.save(out, "JPEG")
+    assert answer(client, image_part(out.getvalue()), "What does it say?")
+    stop = image_part((SAMPLES / "stop.png").read_bytes())
+    assert answer(client, stop, "What does it say?") == "stop"

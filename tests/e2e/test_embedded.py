@@ -174,6 +174,16 @@ def test_a_photo_of_12_megapixels_is_counted_and_too_long_for_a_small_context(ba
     healthy(base)
 
 
+@pytest.mark.parametrize("name", ["WEBP", "GIF"])
+def test_first_frame_of_an_animation(base: str, name: str) -> None:
+    out = io.BytesIO()
+    first, second = Image.new("RGB", (40, 60), "blue"), Image.new("RGB", (40, 60), "red")
+    first.save(out, name, save_all=True, append_images=[second])
+    response = ask(base, user(image_part(out.getvalue())), max_tokens=1, temperature=0)
+    assert response.status_code == 200, response.text
+    assert response.json()["usage"]["prompt_tokens_details"]["image_tokens"] == 2 * 3
+
+
 @pytest.mark.parametrize("size", [(1, 1), (20_000, 1), (13, 200), (27, 28)])
 def test_odd_sizes(base: str, size: tuple[int, int]) -> None:
     response = ask(base, user(image_part(solid("red", size))), max_tokens=1, temperature=0)

@@ -6,6 +6,8 @@ import io
 import json
 import math
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from moonvit.errors import GridError, ImageError
 from moonvit.families import FAMILIES, ImageRule, family_config
 from moonvit.grids import Grid
 from moonvit.images import open_picture
-from moonvit.preprocess import NORMALISE, patches_from, resize_plan, tokens_for
+from moonvit.preprocess import DECODED_BYTES, NORMALISE, patches_from, resize_plan, tokens_for
 
 EXAMPLES = json.loads((Path(__file__).parent / "data" / "worked_examples.json").read_text())
 K25, K3 = family_config("kimi-k2.5").rule, family_config("kimi-k3").rule
@@ -522,3 +524,56 @@ def test_the_ground_is_a_setting() -> None:
         for alpha in ("white", "chessboard", "drop")
     }
     assert len(set(made.values())) == 3
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+GROWTH = """
+import sys
+from pathlib import Path
+import numpy as np
+from moonvit import family_config
+from moonvit.images import open_picture
+from moonvit.preprocess import patches_from, resize_plan
+
+
+def status(name):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+rule = family_config("kimi-k3").rule
+patches_from(open_picture(Path(sys.argv[1]).with_name("small.png").read_bytes()), rule)
+content = Path(sys.argv[1]).read_bytes()
+out = np.ones((resize_plan(rule, 2000, 1500).grid.patches, 588), np.uint8)
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+patches_from(open_picture(content), rule, out)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel tells no peak")
+@pytest.mark.parametrize(
+    ("mode", "kind", "options"),
+    [
+        ("RGB", "JPEG", {}),
+        ("RGB", "JPEG", {"progressive": True, "subsampling": 0}),
+        ("RGBA", "PNG", {"compress_level": 1}),
+        ("LA", "PNG", {"compress_level": 1}),
+        ("RGBA", "WEBP", {"quality": 50, "method": 0}),
+        ("P", "GIF", {}),
+    ],
+)
+def test_decoding_stays_within_what_a_plan_counts(
+    mode: str, kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    width, height = 2000, 1500
+    values = np.random.default_rng(0).integers(0, 256, (height // 8, width // 8, 4), dtype=np.uint8)
+    picture = Image.fromarray(np.kron(values, np.ones((8, 8, 1), np.uint8)))
+    file = tmp_path / "picture"
+    Image.new("RGB", (30, 30)).save(tmp_path / "small.png")
+    (picture.convert("RGB") if mode in ("RGB", "P") else picture).convert(mode).save(file, kind, **options)
+    done = subprocess.run([sys.executable, "-c", GROWTH, str(file)], capture_output=True, text=True, check=True)
+    grown = int(done.stdout)
+    assert 2 * width * height < grown <= DECODED_BYTES * width * height

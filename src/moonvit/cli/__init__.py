@@ -9,22 +9,21 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moonvit.cli.plans import beside_stock, kv_tokens, show_beside, show_plan
+from moonvit.cli.tables import table
 from moonvit.errors import ConfigError, InvalidInputError, MoonvitError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moonvit.deploy import Deployment
     from moonvit.encoder import VisionEncoder
-    from moonvit.plan import Plan
-    from moonvit.stock import Stock
 
 app = typer.Typer(
     name="moonvit",
@@ -54,58 +53,6 @@ def _console() -> Console:
 
 def _print_json(document: Any) -> None:
     sys.stdout.write(json.dumps(document) + "\n")
-
-
-def _table(title: str, columns: list[str], rows: list[list[str]], right: int = 1, left: int | None = None) -> None:
-    """A table on stdout; from column ``right`` on, up to column ``left``, cells are numbers."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(header_style="bold", box=None, pad_edge=False)
-    for number, column in enumerate(columns):
-        table.add_column(
-            column, justify="right" if right <= number < (left or len(columns)) else "left", overflow="fold"
-        )
-    for row in rows:
-        table.add_row(*row)
-    # Names of files are shown as they are: brackets in them are no markup.
-    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
-    console.print(title, style="italic")  # within the table it would be folded to the table's width
-    console.print(table)
-
-
-def _bars(title: str, columns: list[str], rows: list[tuple[list[str], int, str]]) -> None:
-    """A table that ends in a bar for each row's number.
-
-    Args:
-        title: Above it.
-        columns: Headings, without one for the bars.
-        rows: Cells, the number, and ``"full"``, ``"hatched"`` or ``"none"`` for how its bar is drawn.
-    """
-    from rich.console import Console
-
-    console = Console()
-    before = [cells for cells, _, _ in rows]
-    columns = [*columns, ""]
-    taken = sum(2 + max(len(cells[n]) for cells in [columns, *before]) for n in range(len(columns) - 1))
-    room = max(8, min(60, console.width - taken))
-    whole, hatched, eighths = ("█", "░", " ▏▎▍▌▋▊▉") if console.encoding.startswith("utf") else ("#", "-", " " * 8)
-    most = max(count for _, count, _ in rows)
-    shown = []
-    for cells, count, drawn in rows:
-        full, rest = divmod(max(8 * room * count // most, 1), 8)
-        bars = {"full": whole * full + eighths[rest].strip(), "hatched": hatched * max(full, 1), "none": ""}
-        shown.append([*cells, bars[drawn]])
-    _table(title, columns, shown, left=len(columns) - 1)
-
-
-def _bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
-        size /= 1024
-    raise AssertionError
 
 
 @contextmanager
@@ -207,7 +154,7 @@ def encode(
         ]
         for row in rows
     ]
-    _table(
+    table(
         f"{encoder.config.family}, {rows[0]['dtype']}",
         ["image", "pixels", "grid t x h x w", "tokens", "features", "std"],
         shown,
@@ -346,9 +293,9 @@ def plan(
     with _naming(items):
         grids = [resize_plan(config.rule, *_size(item, index)).grid for index, item in enumerate(items)]
         spread = deploy(config, grids, tp=groups[0], dp=groups[1], **options)
-        part = split_tensors(config, groups[0])
-        made = make_plan(part, grids, **options)
+    made = spread.whole
     # With the request's budget an image is planned as it goes in the request; alone it could have larger chunks.
+    part = split_tensors(config, groups[0])
     alone = {grid: make_plan(part, [grid], **options) for grid in set(grids)}
     images = [
         {
@@ -363,19 +310,19 @@ def plan(
     ]
     towers = ENGINES if beside else ()
     rows = [
-        _beside(stock(engine, config, grids, dtype=dtype, tp=spread.tp, dp=spread.dp), spread, kv_bytes)
+        beside_stock(stock(engine, config, grids, dtype=dtype, tp=spread.tp, dp=spread.dp), spread, kv_bytes)
         for engine in towers
     ]
     peak = max(spread.rank_peaks)
-    worth = None if kv_bytes is None else _kv_tokens(peak, kv_bytes, len(spread.rank_peaks))
+    worth = None if kv_bytes is None else kv_tokens(peak, kv_bytes, len(spread.rank_peaks))
     if not as_json:
         machine = "a CUDA device"
         if device == "cpu":
             machine = f"{threads} thread{'s' * (threads > 1)} of a CPU with bfloat16 instructions"
         family = config.family if model is not None else f"demo model, {config.family}"
-        _show_plan(f"{family}, {dtype}, planned for {machine}", made, spread, images)
+        show_plan(f"{family}, {dtype}, planned for {machine}", spread, images)
         if rows:
-            _show_beside(rows, spread, kv_bytes)
+            show_beside(rows, spread, kv_bytes)
         elif worth:
             several = f" on each rank, {worth['all']:,} in all" * (len(spread.rank_peaks) > 1)
             typer.echo(f"\nthe peak is worth {worth['rank']:,} KV tokens of {kv_bytes:,} bytes{several}")
@@ -391,140 +338,6 @@ def plan(
             "compare": rows,
             "peak_kv_tokens": worth,
         }
-    )
-
-
-def _kv_tokens(count: int, each: int, ranks: int) -> dict[str, int]:
-    """KV tokens that bytes of each rank hold: engines give every rank what the fullest has room for."""
-    return {"bytes_per_token": each, "rank": count // each, "all": count // each * ranks}
-
-
-def _beside(tower: Stock, spread: Deployment, kv_bytes: int | None) -> dict[str, Any]:
-    """A stock tower beside our ranks."""
-    heaviest = tower.heaviest
-    saved = heaviest.peak_bytes - max(spread.rank_peaks)
-    return {
-        "tower": tower.engine,
-        "basis": "computed",
-        "mode": tower.mode,
-        "peak_bytes": heaviest.peak_bytes,
-        "moment": heaviest.moment,
-        "moments": heaviest.moments,
-        "ranks": [rank.peak_bytes for rank in tower.ranks],
-        "difference_bytes": saved,
-        "kv_tokens": None if kv_bytes is None else _kv_tokens(saved, kv_bytes, len(tower.ranks)),
-    }
-
-
-def _show_plan(title: str, made: Plan, spread: Deployment, images: list[dict[str, Any]]) -> None:
-    several = spread.tp * spread.dp > 1
-    rows = [
-        [
-            f"{number}  {image['item']}" if several else image["item"],
-            f"{image['grid'][1]} x {image['grid'][2]}",
-            f"{image['patches']:,}",
-            f"{image['tokens']:,}",
-            _bytes(image["output_bytes"]),
-            f"{image['flops'] / 1e12:,.2f}",
-            _bytes(image["alone_peak_bytes"]),
-        ]
-        for number, image in enumerate(images)
-    ]
-    if len(rows) > 1:
-        flops = sum(image["flops"] for image in images)
-        sums = [f"{made.patches:,}", f"{made.tokens:,}", _bytes(made.output_bytes), f"{flops / 1e12:,.2f}"]
-        rows.append(["all", "", *sums, ""])
-    _table(title, ["picture", "grid", "patches", "tokens", "features", "TFLOP", "peak alone"], rows)
-    if not several:
-        _show_peak("the peak", made)
-        return
-    _show_ranks(spread)
-    rank, most = max(
-        ((share.ranks[0], share.plan) for share in spread.shares if share.plan), key=lambda pair: pair[1].peak_bytes
-    )
-    _show_peak(f"rank {rank}: the peak of encoding", most)
-
-
-def _show_peak(what: str, made: Plan) -> None:
-    """Where the bytes go: what lives at the peak, its sum, and what comes and goes at other times."""
-    live = made.at_peak
-    other = {name: count for name, count in made.stages.items() if count and name not in live}
-    rows = [
-        ([name, f"{count:,}", _bytes(count), f"{100 * count / made.peak_bytes:.1f} %"], count, "full")
-        for name, count in _falling(live)
-    ]
-    for name, count in (("peak", made.peak_bytes), ("workspace", made.workspace_bytes)):
-        rows.append(([name, f"{count:,}", _bytes(count), f"{100 * count / made.peak_bytes:.1f} %"], 0, "none"))
-    rows += [([name, f"{count:,}", _bytes(count), "other times"], count, "hatched") for name, count in _falling(other)]
-    passes, groups = len(made.batches), made.groups
-    how = f"{passes} pass{'es' * (passes > 1)}, chunks of {made.rows} rows" + f", {groups} groups of heads" * (
-        groups > 1
-    )
-    _bars(f"\n{what} comes at {made.moment}: {how}", ["stage", "bytes", "", "of the peak"], rows)
-
-
-def _falling(counts: dict[str, int]) -> list[tuple[str, int]]:
-    return sorted(counts.items(), key=lambda item: -item[1])
-
-
-def _show_ranks(spread: Deployment) -> None:
-    busy = [share for share in spread.shares if share.plan]
-    rows = [
-        [
-            _span(share.ranks),
-            _list(share.images),
-            f"{share.plan.patches:,}",
-            f"{share.plan.tokens:,}",
-            f"{share.load / 1e12:,.2f}",
-            _bytes(share.plan.workspace_bytes),
-            _bytes(share.peak_bytes),
-        ]
-        for share in busy
-        if share.plan
-    ]
-    idle = [share for share in spread.shares if not share.plan]
-    if idle:  # they come last, and are alike: all they hold is the features of the others
-        ranks = (*idle[0].ranks, *idle[-1].ranks)
-        rows.append([_span(ranks), "empty", "0", "0", "0.00", _bytes(0), _bytes(idle[0].peak_bytes)])
-    _table(
-        f"\n{spread.tp * spread.dp} ranks, tp {spread.tp} x dp {spread.dp}: "
-        f"the busiest has {spread.imbalance:.3f} x the least it can have",
-        ["rank", "pictures", "patches", "tokens", "TFLOP", "workspace", "peak"],
-        rows,
-    )
-
-
-def _span(ranks: Sequence[int]) -> str:
-    return str(ranks[0]) if ranks[0] == ranks[-1] else f"{ranks[0]}-{ranks[-1]}"
-
-
-def _list(images: Sequence[int]) -> str:
-    """Pictures by number; of many only the first."""
-    return ", ".join(map(str, images[:6])) + (f" and {len(images) - 6} more" if len(images) > 6 else "")
-
-
-def _show_beside(rows: list[dict[str, Any]], spread: Deployment, kv_bytes: int | None) -> None:
-    ours = max(spread.rank_peaks)
-    cells = [(["moonvit", "planned", "", _bytes(ours), ""], ours, "full")]
-    for row in rows:
-        taken = row["peak_bytes"]
-        cells.append(
-            ([row["tower"], row["basis"], row["moment"], _bytes(taken), f"{taken / ours:.2f} x"], taken, "hatched")
-        )
-    _bars(
-        "\nbeside stock towers on CUDA (computed from their tensor shapes, not measured)",
-        ["tower", "", "most at", "peak", "of ours"],
-        cells,
-    )
-    differences = [
-        [row["tower"], row["mode"], f"{row['difference_bytes']:,}"]
-        + ([f"{row['kv_tokens'][key]:,}" for key in ("rank", "all")] if kv_bytes else [])
-        for row in rows
-    ]
-    _table(
-        "\nthe difference" + (f", and the KV tokens of {kv_bytes:,} bytes it returns" if kv_bytes else ""),
-        ["tower", "", "bytes of a rank", *(["tokens a rank", "in all"] if kv_bytes else [])],
-        differences,
     )
 
 
@@ -584,7 +397,7 @@ def check(
     if as_json:
         _print_json(report)
         return
-    _table(
+    table(
         f"{report['path']}: complete",
         ["", "value"],
         [
@@ -626,7 +439,7 @@ def compare(
             [stage.name, f"{stage.error:.2e}", f"{stage.limit:.2e}", "diverges" if stage.diverges else ""]
             for stage in found.stages
         ]
-        _table(f"{encoder.config.family}, {found.dtype} on {found.device}", ["stage", "error", "allowed", ""], rows)
+        table(f"{encoder.config.family}, {found.dtype} on {found.device}", ["stage", "error", "allowed", ""], rows)
     found.check()
 
 
@@ -656,7 +469,7 @@ def models(as_json: Json = False) -> None:
     if as_json:
         _print_json({"families": rows, "demo": {"path": str(demo), **facts}})
         return
-    _table(
+    table(
         "families",
         ["model", "layers", "width", "heads", "language width", "patch limit", "tokens of 1024x768"],
         [[row["model"], *(f"{value:,}" for value in list(row.values())[1:])] for row in rows],
