@@ -633,7 +633,8 @@ class _Cost:
         """A block of a packed weight in float32, and in the dtype of the activations where that is another."""
         if layer not in self.packed:
             return 0
-        return packed_rows(rows, columns) * columns * (4 + (self.size if self._half else 0))
+        # A shift in place makes tensors of its number: 12 bytes.
+        return packed_rows(rows, columns) * columns * (4 + (self.size if self._half else 0)) + 12
 
     def _merge(self, load: _Load, m: int) -> int:
         """Gathered rows and their norm; over several frames also their sum, in float32."""
