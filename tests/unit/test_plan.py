@@ -171,11 +171,11 @@ def test_workspace_follows_the_largest_image(name: str, dtype: str) -> None:
 )
 @pytest.mark.parametrize("config", [K25, K3, VL])
 def test_workspace_grows_by_what_the_design_says(config: VisionConfig, dtype: str, machine: Machine) -> None:
-    """A patch takes s * (D + 2Q) bytes, and a rotary index."""
+    """A patch takes s * (D + 2Q) bytes, and the index that merges it."""
     size = 4 if dtype == "float32" else 2
     small, large = (make_plan(config, [Grid(1, 128, side)], dtype=dtype, machine=machine) for side in (128, 256))
     patches = large.patches - small.patches
-    rope = 128 * config.head_dim // 4 * 8 + patches * (8 + 4)
+    rope = 128 * config.head_dim // 4 * 8 + patches * 4
     grown = large.workspace_bytes - small.workspace_bytes
     assert grown == patches * size * (config.hidden_size + 2 * config.qkv_size) + rope
 
