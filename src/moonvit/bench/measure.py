@@ -1,8 +1,8 @@
 """What a piece of work allocates, to the byte.
 
-``peak`` replays what torch's allocator gave out and took back. Two modes make work measurable that a machine is too slow
-for: ``ProductsLeftOut`` runs everything for real but matrix products and attention, whose results are zeros; ``Ledger``
-counts fake tensors, which have no memory at all.
+``peak`` replays what torch's allocator gave out and took back. Two modes make work measurable that a machine is too
+slow for: ``ProductsLeftOut`` runs everything for real but matrix products and attention, whose results are zeros;
+``Ledger`` counts fake tensors, which have no memory at all.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def peak(work: Callable[[], Any], device: str = "cpu") -> Bytes:
         return _cuda_peak(work, device)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         kept = work()
-    results = recorded.profiler.kineto_results  # type: ignore[union-attr]
+    assert recorded.profiler is not None
+    results = recorded.profiler.kineto_results
     events = sorted((event for event in results.events() if event.name() == "[memory]"), key=lambda e: e.start_ns())
     sums = list(accumulate(event.nbytes() for event in events))
     del kept
@@ -128,17 +129,17 @@ _RESULTS: dict[Any, Callable[..., Any]] = {
     _aten.linear.default: lambda x, weight, bias=None: _rows(x, weight.shape[0]),
     _aten.mm.default: lambda x, other: _rows(x, other.shape[1]),
     _aten.addmm.default: lambda bias, x, other: _rows(x, other.shape[1]),
-    _aten.mm.out: None,
-    _aten.addmm.out: None,
     _aten.conv2d.default: lambda x, weight, *_: x.new_zeros(len(x), len(weight), 1, 1),
     _aten.convolution.default: lambda x, weight, *_: x.new_zeros(len(x), len(weight), 1, 1),
     _aten.scaled_dot_product_attention.default: lambda q, *_: _attended(q)[0],
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attended,
 }
-"""Result of each product, made without it; where it goes into a buffer, that is filled."""
+"""Result of each product, made without it."""
+_FILLED = (_aten.mm.out, _aten.addmm.out)
+"""Products into a buffer."""
 
 
-class ProductsLeftOut(TorchDispatchMode):
+class ProductsLeftOut(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Everything runs and allocates as it does, but matrix products and attention give zeros.
 
     What kernels of these products take for themselves is not seen. A patch embedding written as a convolution must have
@@ -148,18 +149,15 @@ class ProductsLeftOut(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Stand in for the products."""
         kwargs = kwargs or {}
-        if func not in _RESULTS:
-            return func(*args, **kwargs)
-        if "out" in kwargs:
+        if func in _FILLED:
             return kwargs["out"].zero_()
-        kwargs = {name: value for name, value in kwargs.items() if name in ("bias",)}
-        return _RESULTS[func](*args, **kwargs)
+        return _RESULTS[func](*args) if func in _RESULTS else func(*args, **kwargs)
 
 
 # ---- fake tensors ---------------------------------------------------------------------------------------------------
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts bytes of tensors that operations make, also of those that have no memory.
 
     Attributes:
@@ -168,7 +166,7 @@ class Ledger(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
         self._known: Any = WeakIdKeyDictionary()

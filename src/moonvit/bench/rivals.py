@@ -1,8 +1,8 @@
 """How others do what is measured, each as code that runs and whose outputs are held against ours.
 
 The two forms of rotary tables and of the projector are those of the towers inside inference engines before and after a
-request was bounded; ``whole_request`` is a tower that takes all images of a request through each layer at once, given our
-in-place rotary kernel, position table and norms, so that nothing but the order of work differs. ``transformers`` runs
+request was bounded; ``whole_request`` is a tower that takes all images of a request through each layer at once, given
+our in-place rotary kernel, position table and norms, so that nothing but the order of work differs. transformers runs
 as it is.
 
 Shape suffixes: those of ``model.py``; G patches of a grid.
@@ -10,6 +10,7 @@ Shape suffixes: those of ``model.py``; G patches of a grid.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -100,7 +101,7 @@ def project(projector: Projector, merged_MK: torch.Tensor, rank: int = 0, ranks:
     some = slice(rank * part, (rank + 1) * part)
     x = merged_MK
     if projector.pre_norm is not None:
-        x = projector.pre_norm(x.unflatten(-1, (4, -1))).flatten(1)
+        x = projector.pre_norm(torch.unflatten(x, -1, (4, -1))).flatten(1)
     x = F.linear(x, first.weight[some], None if first.bias is None else first.bias[some])
     x = F.gelu(x)
     x = F.linear(x, last.weight[:, some], last.bias if rank == 0 else None)
@@ -120,7 +121,8 @@ def concatenated(projector: Projector, merged: Sequence[torch.Tensor], **part: i
     Returns:
         Features of each image.
     """
-    return list(project(projector, torch.cat(list(merged)), **part).split([len(rows) for rows in merged]))
+    features = project(projector, torch.cat(list(merged)), **part)
+    return list(torch.split(features, [len(rows) for rows in merged]))
 
 
 def per_image(projector: Projector, merged: Sequence[torch.Tensor], **part: int) -> list[torch.Tensor]:
@@ -171,12 +173,12 @@ def whole_request(model: VisionModel, patches_LC: torch.Tensor, grids: Sequence[
 
 
 def _attention(block: Block, x_LD: torch.Tensor, cis_LC: torch.Tensor, starts: Sequence[int]) -> torch.Tensor:
-    qkv = block.wqkv(x_LD).unflatten(-1, (3, block.heads, -1))
+    qkv = torch.unflatten(block.wqkv(x_LD), -1, (3, block.heads, -1))
     for first, last in row_ranges(len(x_LD), 256):
         for part in (0, 1):
             rotate_(qkv[first:last, part], cis_LC[first:last])
     images = []
-    for first, last in zip(starts, starts[1:], strict=False):
+    for first, last in itertools.pairwise(starts):
         q, k, v = (qkv[first:last, part].transpose(0, 1)[None] for part in range(3))
         images.append(F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1).flatten(1))
     return torch.cat(images)
@@ -272,7 +274,8 @@ def write_k25_checkpoint(state: Mapping[str, torch.Tensor], config: VisionConfig
 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(k25_config_dict(config)))
-    text = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory).text_config)
+    make: Any = AutoModelForCausalLM.from_config
+    text = make(AutoConfig.from_pretrained(directory).text_config)
     tensors = {f"language_model.{name}": tensor.clone() for name, tensor in text.state_dict().items()}
     tensors |= {name: tensor.contiguous() for name, tensor in state.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -293,7 +296,8 @@ def load_transformers(directory: Path, dtype: str = "float32") -> Any:
     """
     from transformers import AutoModelForImageTextToText
 
-    model, report = AutoModelForImageTextToText.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+    load: Any = AutoModelForImageTextToText.from_pretrained
+    model, report = load(directory, dtype=dtype, output_loading_info=True)
     assert not any(report.values()), report
     return model.eval()
 
