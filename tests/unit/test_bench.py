@@ -183,7 +183,7 @@ def check_largest(found: dict[tuple[str, str, str], float]) -> None:
     case = "d: kimi-k3, 67,268 patches, bfloat16, 1 layer, fake tensors"
     assert found[case, OURS, "workspace"] <= 620_000_000
     assert found[f"{case}, budget 0.40GB", OURS, "workspace"] <= 400_000_000
-    assert found[case, "whole request", "peak"] >= 1_370_000_000
+    assert found[case, "whole request", "peak"] >= 1_300_000_000
 
 
 def test_rotary_bars() -> None:

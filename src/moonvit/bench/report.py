@@ -163,7 +163,7 @@ def write_docs(found: dict[str, Any], folder: Path) -> None:
 
 
 def plot(found: dict[str, Any], file: Path) -> None:
-    """Draw peaks of ours and of rivals, a panel for each case, on a logarithmic scale.
+    """Draw peaks of ours and of rivals, a panel for each case, each on a scale of its own.
 
     Args:
         found: What ``document`` made.
@@ -185,28 +185,25 @@ def plot(found: dict[str, Any], file: Path) -> None:
     panels = {case: bars for case, bars in panels.items() if len(bars) > 1}
     if not panels:
         return
-    heights = [len(bars) + 1.1 for bars in panels.values()]
-    figure = Figure(figsize=(9.5, 0.27 * sum(heights) + 0.5), dpi=120, layout="constrained")
+    heights = [len(bars) + 1.0 for bars in panels.values()]
+    figure = Figure(figsize=(9.0, 0.24 * sum(heights) + 0.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle("Peak memory beyond weights and inputs, MiB", fontsize=12, fontweight="bold", x=0.01, ha="left")
-    axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False, sharex=True)[:, 0]
+    title = "Peak memory beyond weights and inputs, MiB; each panel has a scale of its own"
+    figure.suptitle(title, fontsize=10.5, fontweight="bold", x=0.01, ha="left")
+    axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
     for axis, (case, bars) in zip(axes, panels.items(), strict=True):
         bars = sorted(bars, key=lambda bar: bar[0] != OURS)
         sizes = [value / 2**20 for _, value in bars]
-        axis.barh(
-            range(len(bars)), sizes, height=0.72, color=["#1f6f8b" if who == OURS else "#c9c4bb" for who, _ in bars]
-        )
+        colours = ["#1f6f8b" if who == OURS else "#c9c4bb" for who, _ in bars]
+        axis.barh(range(len(bars)), sizes, height=0.72, color=colours)
         axis.set_yticks(range(len(bars)), [who for who, _ in bars], fontsize=8)
         axis.set_ylim(len(bars) - 0.4, -0.6)
+        axis.set_xlim(0, 1.12 * max(sizes))
         axis.set_title(case, fontsize=8.5, loc="left", pad=3)
-        axis.set_xscale("log")
-        axis.set_xlim(0.01, 10 * max(value for bars in panels.values() for _, value in bars) / 2**20)
         for place, size in enumerate(sizes):
             text = f"{size:,.1f}" if size >= 1 else f"{size:.3f}"
             axis.annotate(text, (size, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
-        axis.tick_params(axis="x", labelsize=7, length=0)
+        axis.set_xticks([])
         axis.tick_params(axis="y", length=0)
         axis.spines[["top", "right", "bottom"]].set_visible(False)
-        axis.grid(axis="x", color="#eeeeee", linewidth=0.6)
-        axis.set_axisbelow(True)
     figure.savefig(file)

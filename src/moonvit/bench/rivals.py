@@ -295,7 +295,9 @@ def load_transformers(directory: Path, dtype: str = "float32") -> Any:
         AssertionError: A weight has not found its place.
     """
     from transformers import AutoModelForImageTextToText
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     load: Any = AutoModelForImageTextToText.from_pretrained
     model, report = load(directory, dtype=dtype, output_loading_info=True)
     assert not any(report.values()), report
