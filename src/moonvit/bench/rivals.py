@@ -297,7 +297,8 @@ def load_transformers(directory: Path, dtype: str = "float32") -> Any:
     from transformers import AutoModelForImageTextToText
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    quiet: Any = logging.disable_progress_bar
+    quiet()
     load: Any = AutoModelForImageTextToText.from_pretrained
     model, report = load(directory, dtype=dtype, output_loading_info=True)
     assert not any(report.values()), report
