@@ -196,6 +196,10 @@ def rotary(extent: Extent, device: str = "cpu") -> Iterable[Row]:
         yield Row(case, "full grid", "kept after the request", for_ever)
 
 
+def _into(results: list[Any], work: Callable[[], Any]) -> None:
+    results.append(work())
+
+
 def _and_drop(work: Callable[[], Any]) -> None:
     work()
 
@@ -249,10 +253,21 @@ def projector(extent: Extent, device: str = "cpu", dtype: str = "bfloat16", rows
 # ---- c: tower and projector -----------------------------------------------------------------------------------------
 
 
-def _encoder_rows(case: str, encoder: VisionEncoder, patches: torch.Tensor, plan: Plan, left_out: bool) -> list[Row]:
-    """Peak, workspace and plan of one request of ours."""
+def _encoder_rows(
+    case: str,
+    encoder: VisionEncoder,
+    patches: torch.Tensor,
+    plan: Plan,
+    theirs: Sequence[torch.Tensor],
+    left_out: bool = False,
+) -> list[Row]:
+    """Peak, workspace and plan of one request of ours; its features are held against those of a rival in float32."""
     device = encoder.device.type
-    loose = _count(lambda: encoder.encode_patches(patches, plan.grids), device, left_out)
+    ours: list[list[torch.Tensor]] = []
+    loose = _count(lambda: ours.append(encoder.encode_patches(patches, plan.grids)), device, left_out)
+    if encoder.dtype == torch.float32 and not left_out:
+        prove_close(case, ours[0], theirs)
+    ours.clear()
     with outputs_ready(encoder.model, [grid.tokens for grid in plan.grids]):
         tight = _count(lambda: encoder.encode_patches(patches, plan.grids), device, left_out)
     return [
@@ -312,9 +327,10 @@ def towers(extent: Extent, device: str = "cpu") -> Iterable[Row]:
         grids = [Grid(1, 36, 36)] * count
         patches, normalised, theirs_grids = pair.inputs(grids)
         plan = pair.ours.plan(grids)
-        yield from _encoder_rows(case, pair.ours, patches, plan, without)
-        theirs = partial(rivals.transformers_features, pair.theirs, normalised, theirs_grids)
-        counted = _count(theirs, device, without)
+        work = partial(rivals.transformers_features, pair.theirs, normalised, theirs_grids)
+        theirs: list[Sequence[torch.Tensor]] = []
+        counted = _count(partial(_into, theirs, work), device, without)
+        yield from _encoder_rows(case, pair.ours, patches, plan, theirs.pop(), without)
         yield Row(case, "transformers", "peak", counted.peak)
         yield Row(case, "transformers", "kept", counted.kept)
 
@@ -419,10 +435,9 @@ def _run_whole(case: str, family: str, grid: Grid, device: str) -> Iterable[Row]
     model = VisionModel.empty(family_config(family, num_layers=1), device=device).init_weights_(0)
     encoder, patches = VisionEncoder(model), _pixels([grid]).to(device)
     plan = encoder.plan([grid])
-    kept: list[list[torch.Tensor]] = []
-    counted = _count(lambda: kept.append(rivals.whole_request(model, patches, [grid])), device)
-    prove_close(case, encoder.encode_patches(patches, [grid]), kept.pop())
-    yield from _encoder_rows(case, encoder, patches, plan, left_out=False)
+    theirs: list[Sequence[torch.Tensor]] = []
+    counted = _count(partial(_into, theirs, partial(rivals.whole_request, model, patches, [grid])), device)
+    yield from _encoder_rows(case, encoder, patches, plan, theirs.pop())
     yield Row(case, "whole request", "peak", counted.peak)
 
 
