@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -105,7 +106,13 @@ def make_spans(start: int, stop: int, starts: Sequence[int], backend: Backend, d
 # ---- rotary positions -----------------------------------------------------------------------------------------------
 
 
-def axis_table(length: int, head_dim: int, theta: float = 10000.0, device: torch.device | str = "cpu") -> torch.Tensor:
+def axis_table(
+    length: int,
+    head_dim: int,
+    theta: float = 10000.0,
+    device: torch.device | str = "cpu",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """RoPE factors of one axis.
 
     Args:
@@ -113,6 +120,7 @@ def axis_table(length: int, head_dim: int, theta: float = 10000.0, device: torch
         head_dim: Width H of a head.
         theta: Base of the frequencies.
         device: Where it is computed, since devices differ in the last bit.
+        out: Where they go; None makes room.
 
     Returns:
         complex64 (length, H / 4): ``exp(i * p * theta ** (-4k / H))`` for position p and frequency k. ``torch.polar``
@@ -120,34 +128,71 @@ def axis_table(length: int, head_dim: int, theta: float = 10000.0, device: torch
     """
     frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 4, dtype=torch.float32, device=device) / head_dim))
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)
-    return torch.polar(torch.ones_like(angles), angles)
+    if out is None:
+        return torch.polar(torch.ones_like(angles), angles)
+    return torch.polar(torch.ones_like(angles), angles, out=out)
+
+
+class Turned(NamedTuple):
+    """One image of a pack, as RoPE sees it.
+
+    Attributes:
+        start: Its first patch.
+        stop: The patch after its last.
+        first: Row of the tables where its columns begin; its rows follow them.
+        h: Patch rows.
+        w: Patch columns.
+    """
+
+    start: int
+    stop: int
+    first: int
+    h: int
+    w: int
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """RoPE of a pack without a table per patch.
+    """RoPE of a pack, without anything that stands for each patch.
 
     Attributes:
         axis_SC: For each distinct (h, w) its w column factors, then its h row factors; complex64 (S, H / 4).
-        x_index_L: Row of ``axis_SC`` for the column of each patch, int32.
-        y_index_L: Row of ``axis_SC`` for the row of each patch, int32.
+        images: The images of the pack, in order.
     """
 
     axis_SC: torch.Tensor
-    x_index_L: torch.Tensor
-    y_index_L: torch.Tensor
+    images: tuple[Turned, ...]
 
     def cis(self, start: int, stop: int) -> torch.Tensor:
         """Factors of patches ``start:stop``: complex64 (R, H / 2), column and row angles taking turns."""
-        columns = self.axis_SC.index_select(0, self.x_index_L[start:stop])
-        rows = self.axis_SC.index_select(0, self.y_index_L[start:stop])
+        x_index_R, y_index_R = self._indices(start, stop)
+        columns = self.axis_SC.index_select(0, x_index_R)
+        rows = self.axis_SC.index_select(0, y_index_R)
+        del x_index_R, y_index_R
         return torch.stack((columns, rows), dim=-1).flatten(1)
+
+    def _indices(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of the tables for column and row of each patch; counted anew for each chunk, so none are kept."""
+        found = []
+        for image in self.images[bisect_right(self.images, start, key=lambda image: image.stop) :]:
+            if image.start >= stop:
+                break
+            low, high = max(start, image.start) - image.start, min(stop, image.stop) - image.start
+            patch = torch.arange(low, high, dtype=torch.int32, device=self.axis_SC.device)
+            y = patch.div(image.w, rounding_mode="floor")
+            if image.stop - image.start > image.h * image.w:
+                y.remainder_(image.h)
+            found.append((patch.remainder_(image.w).add_(image.first), y.add_(image.first + image.w)))
+        if len(found) == 1:
+            return found[0]
+        columns, rows = zip(*found, strict=True)
+        return torch.cat(columns), torch.cat(rows)
 
 
 def make_rotary(
     grids: Sequence[tuple[int, int, int]], head_dim: int, theta: float, device: torch.device | str = "cpu"
 ) -> Rotary:
-    """Tables and indices for the images of a pack.
+    """Tables for the images of a pack.
 
     Args:
         grids: (t, h, w) of each image; any positive sizes. All frames of an image turn alike.
@@ -156,20 +201,21 @@ def make_rotary(
         device: Where they are wanted.
 
     Returns:
-        ``sum of (h + w) over distinct (h, w) * H / 4 * 8`` bytes of table, and two int32 for each patch.
+        ``sum of (h + w) over distinct (h, w) * H / 4 * 8`` bytes of table, whatever the images are in number.
     """
     first_row: dict[tuple[int, int], int] = {}
-    tables: list[torch.Tensor] = []
-    x_index, y_index, rows = [], [], 0
+    images, rows, start = [], 0, 0
     for t, h, w in grids:
         if (h, w) not in first_row:
             first_row[h, w] = rows
-            tables += [axis_table(side, head_dim, theta, device) for side in (w, h)]
             rows += w + h
-        patch = torch.arange(h * w, dtype=torch.int32)
-        x_index.append((patch % w + first_row[h, w]).repeat(t))
-        y_index.append((patch // w + first_row[h, w] + w).repeat(t))
-    return Rotary(torch.cat(tables), torch.cat(x_index).to(device), torch.cat(y_index).to(device))
+        images.append(Turned(start, start + t * h * w, first_row[h, w], h, w))
+        start += t * h * w
+    axis_SC = torch.empty(rows, head_dim // 4, dtype=torch.complex64, device=device)
+    for (h, w), first in first_row.items():
+        axis_table(w, head_dim, theta, device, axis_SC[first : first + w])
+        axis_table(h, head_dim, theta, device, axis_SC[first + w : first + w + h])
+    return Rotary(axis_SC, tuple(images))
 
 
 def rotate_(x_RNH: torch.Tensor, cis_RC: torch.Tensor) -> None:

@@ -224,7 +224,7 @@ class Plan:
         groups: Parts that the heads of a block go through in.
         dtype: Dtype of weights, workspace and features.
         budget_bytes: The budget; None is "auto".
-        stages: Bytes by stage, the largest over the passes: ``patches`` the pixels, ``rope`` tables and indices,
+        stages: Bytes by stage, the largest over the passes: ``patches`` the pixels, ``rope`` tables and gather indices,
             ``hidden`` the residual stream, ``kv`` keys and values of a group of heads, ``attended`` what attention gave
             where there are several, ``embed`` normalised pixels, ``positions`` the resampled table, ``attention`` and
             ``chunk`` what a chunk of rows takes there and in the MLP, ``merge`` and ``projector`` what a chunk of
@@ -531,7 +531,7 @@ class _Cost:
     def _prepared(self, load: _Load) -> int:
         """What ``prepare`` made."""
         axes = load.sides * self.config.head_dim // 4 * 8
-        indices = load.patches * 8 + load.tokens * 16
+        indices = load.tokens * 16
         frames = load.frames * self.config.hidden_size * 4 if load.frames > 1 else 0
         return axes + indices + frames + 256 * self.size
 

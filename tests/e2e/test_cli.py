@@ -17,7 +17,7 @@ from moonvit.cli.plans import kv_tokens
 from moonvit.engines import default_model
 from tests.tiny import write_k25, write_vl
 
-COMMANDS = ("encode", "ask", "plan", "check", "compare", "models", "serve")
+COMMANDS = ("encode", "ask", "plan", "check", "compare", "models", "bench", "serve")
 
 
 def moonvit(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -51,7 +51,7 @@ def test_help_names_every_command_and_loads_no_torch() -> None:
 def test_every_command_explains_itself(command: str) -> None:
     done = moonvit(command, "--help")
     assert done.returncode == 0 and "Usage" in done.stdout and len(done.stdout.splitlines()) > 5
-    assert ("--json" in done.stdout) == (command != "serve")
+    assert ("--json" in done.stdout) == (command not in ("serve", "bench"))
 
 
 def test_plan_needs_no_weights_and_no_torch(picture: str) -> None:

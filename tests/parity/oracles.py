@@ -7,7 +7,6 @@ function takes weights under official names, normalised patches (L, 588) and gri
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -18,91 +17,11 @@ from typing import Any
 
 import torch
 
+from moonvit.bench.rivals import load_transformers as load_transformers
+from moonvit.bench.rivals import write_k25_checkpoint as write_k25_checkpoint
 from moonvit.families import VisionConfig
 
 Grids = Sequence[tuple[int, int, int]]
-
-
-def k25_config_dict(config: VisionConfig) -> dict[str, Any]:
-    """A ``config.json`` in K2.5's schema, official and plain names side by side, with a tiny language model."""
-    sizes = {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-    }
-    sides = {
-        "pos_emb_height": config.pos_emb_height,
-        "pos_emb_width": config.pos_emb_width,
-        "pos_emb_time": config.pos_emb_time,
-    }
-    return {
-        "architectures": ["KimiK25ForConditionalGeneration"],
-        "model_type": "kimi_k25",
-        "dtype": "float32",
-        "tie_word_embeddings": False,
-        "media_placeholder_token_id": 60,
-        "projection_hidden_size": config.hidden_size,
-        "vision_config": {
-            **sizes,
-            **{f"vt_{name}": value for name, value in sizes.items()},
-            **sides,
-            **{f"init_{name}": value for name, value in sides.items()},
-            "merge_kernel_size": [2, 2],
-            "patch_size": 14,
-            "text_hidden_size": config.text_hidden_size,
-            "mm_hidden_size": config.hidden_size,
-            "mm_projector_type": "patchmerger",
-            "projector_ln_eps": 1e-5,
-        },
-        "text_config": {
-            "model_type": "kimi_k2",
-            "hidden_size": config.text_hidden_size,
-            "intermediate_size": 8,
-            "moe_intermediate_size": 8,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "n_routed_experts": 2,
-            "num_experts_per_tok": 1,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "q_lora_rank": 8,
-            "kv_lora_rank": 8,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 8,
-            "vocab_size": 64,
-            "max_position_embeddings": 128,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "pad_token_id": 0,
-        },
-    }
-
-
-def write_k25_checkpoint(state: Mapping[str, torch.Tensor], config: VisionConfig, directory: Path) -> None:
-    """A whole K2.5 checkpoint under official names: our vision weights and a random language model."""
-    from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(k25_config_dict(config)))
-    text = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory).text_config)
-    tensors = {f"language_model.{name}": tensor.clone() for name, tensor in text.state_dict().items()}
-    tensors |= {name: tensor.contiguous() for name, tensor in state.items()}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def load_transformers(directory: Path) -> Any:
-    """The checkpoint in transformers' K2.5; every weight must have found its place."""
-    from transformers import AutoModelForImageTextToText
-
-    model, report = AutoModelForImageTextToText.from_pretrained(directory, dtype="float32", output_loading_info=True)
-    assert not any(report.values()), report
-    return model.eval()
 
 
 @torch.no_grad()

@@ -62,6 +62,9 @@ def test_rotary_tables_follow_distinct_grids() -> None:
     one = make_rotary([(1, 36, 36)], 128, 10000.0)
     assert one.axis_SC.nbytes == (36 + 36) * 128 // 4 * 8 == 18_432
     assert make_rotary([(1, 36, 36)] * 5, 128, 10000.0).axis_SC.nbytes == 18_432
+    largest = make_rotary([(1, 512, 512)], 128, 10000.0)
+    assert largest.axis_SC.nbytes == 262_144
+    assert not any(isinstance(value, torch.Tensor) for image in largest.images for value in image)
     both = make_rotary([(1, 36, 36), (1, 2, 512)], 128, 10000.0)
     assert both.axis_SC.nbytes == (36 + 36 + 2 + 512) * 128 // 4 * 8
 

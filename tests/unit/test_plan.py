@@ -7,13 +7,12 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import FrozenInstanceError
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from moonvit.bench.measure import machine, outputs_ready, peak
 from moonvit.encoder import VisionEncoder
 from moonvit.errors import BudgetError, ConfigError, EmptyInputError, GridError
 from moonvit.families import FAMILIES, VisionConfig, family_config
@@ -189,11 +188,11 @@ def test_workspace_follows_the_largest_image(name: str, dtype: str) -> None:
 )
 @pytest.mark.parametrize("config", [K25, K3, VL])
 def test_workspace_grows_by_what_the_design_says(config: VisionConfig, dtype: str, machine: Machine) -> None:
-    """A patch takes s * (D + 2Q) bytes, and a rotary index."""
+    """A patch takes s * (D + 2Q) bytes, and the index that merges it."""
     size = 4 if dtype == "float32" else 2
     small, large = (make_plan(config, [Grid(1, 128, side)], dtype=dtype, machine=machine) for side in (128, 256))
     patches = large.patches - small.patches
-    rope = 128 * config.head_dim // 4 * 8 + patches * (8 + 4)
+    rope = 128 * config.head_dim // 4 * 8 + patches * 4
     grown = large.workspace_bytes - small.workspace_bytes
     assert grown == patches * size * (config.hidden_size + 2 * config.qkv_size) + rope
 
@@ -318,26 +317,13 @@ TINY: dict[str, dict[str, Any]] = {
 """Widths at which what attention kernels take for themselves, some 150 KB a thread, is not the most there is."""
 
 
-def peak(work: Callable[[], Any]) -> tuple[int, int]:
-    """Most bytes the allocator had given out, and what is left when the work is done."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        kept = work()
-    results = recorded.profiler.kineto_results  # type: ignore[union-attr]
-    events = sorted((event for event in results.events() if event.name() == "[memory]"), key=lambda e: e.start_ns())
-    sums = list(accumulate(event.nbytes() for event in events))
-    del kept
-    return max(sums, default=0), sums[-1] if sums else 0
-
-
 def held(model: VisionModel, grids: Sequence[Grid], plan: Plan) -> int:
     """Most bytes of one pass beyond weights, pixels and features, metadata included."""
     patches = torch.randint(0, 256, (sum(grid.patches for grid in grids), 588), dtype=torch.uint8)
-    prepared = peak(lambda: model.prepare(grids, plan.rows, plan.groups))[1]
+    prepared = peak(lambda: model.prepare(grids, plan.rows, plan.groups)).kept
     meta = model.prepare(grids, plan.rows, plan.groups)
-    buffers = iter([model._new_features(grid.tokens, None) for grid in grids])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "_new_features", lambda tokens, dtype: next(buffers), raising=False)
-        return prepared + peak(lambda: model(patches, meta))[0]
+    with outputs_ready(model, [grid.tokens for grid in grids]):
+        return prepared + peak(lambda: model(patches, meta)).peak
 
 
 REQUESTS = {
@@ -358,19 +344,15 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-def machine() -> Machine:
-    return Machine("cpu", torch.get_num_threads(), torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def assert_held(model: VisionModel, plan: Plan) -> None:
     found = max(held(model, [plan.grids[index] for index in batch.indices], plan) for batch in plan.batches)
     assert found <= plan.workspace_bytes
     if len(plan.batches) == 1 and plan.dtype == "float32":
         meta = model.prepare(plan.grids, plan.rows, plan.groups)
         pixels = torch.zeros(meta.patches, 588, dtype=torch.uint8)
-        embedding = peak(lambda: model.vision_tower.patch_embed(pixels, meta))[0]
+        embedding = peak(lambda: model.vision_tower.patch_embed(pixels, meta)).peak
         hidden = model.vision_tower.patch_embed(pixels, meta)
-        blocks = peak(lambda: model.vision_tower.encoder(hidden, meta))[0]
+        blocks = peak(lambda: model.vision_tower.encoder(hidden, meta)).peak
         stages = plan.stages
         assert embedding == pytest.approx(stages["hidden"] + max(stages["embed"], stages["positions"]), rel=0.01)
         held_rows = stages["kv"] + stages["attended"]
@@ -446,7 +428,7 @@ def test_whole_requests_stay_within_their_plan(name: str, seed: int) -> None:
         except BudgetError:
             refused += 1
             continue
-        found = peak(partial(enc.encode, pictures))[0]
+        found = peak(partial(enc.encode, pictures)).peak
         assert found <= plan.peak_bytes <= found * 1.01
         assert plan.workspace_bytes <= (enc.budget.bytes or 0)
         assert enc._positions.bytes <= plan.stages["cached"] <= enc._positions.max_bytes

@@ -479,6 +479,46 @@ def models(as_json: Json = False) -> None:
         typer.echo(facts["summary"])
 
 
+bench_app = typer.Typer(help="Measure against rivals; outputs are proven equal first.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.command()
+def memory(
+    cases: Annotated[str, typer.Option(help="Which, by letter, separated by commas.")] = "a,b,c,d,e",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and requests.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Run the largest images too; may take an hour.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the peaks here, as a PNG.", show_default=False)] = None,
+    docs: Annotated[
+        Path | None,
+        typer.Option(help="Write memory.json, memory.png and the tables of memory.md there.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Count the bytes that towers allocate, ours and others.
+
+    a: rotary tables. b: the projector. c: tower and projector of 1, 5 and 50 images beside transformers. d: the largest
+    legal image of each family. e: two thousand requests. The last line is one JSON document.
+    """
+    if quick and full:
+        raise InvalidInputError("--quick and --full exclude each other", param="quick")
+    for file in (plot, docs / "memory.json" if docs is not None else None):
+        if file is not None and not file.parent.is_dir():
+            raise InvalidInputError(f"{file} cannot be written: there is no directory {file.parent}", param="plot")
+    from moonvit.bench import report
+    from moonvit.bench.memory import run
+
+    rows = run(cases.split(","), "quick" if quick else "full" if full else "usual")
+    found = report.document("memory", rows)
+    if plot is not None:
+        report.plot(found, plot)
+    if docs is not None:
+        report.write_docs(found, docs)
+    if not as_json:
+        table("memory", ["case", "who", "metric", "value", "unit"], report.cells(rows), right=3)
+    _print_json(found)
+
+
 @app.command()
 def serve(
     model: Annotated[str | None, typer.Option("--model", "-m", help=_MODEL_HELP, envvar="MOONVIT_MODEL")] = None,
