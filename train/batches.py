@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -22,7 +22,7 @@ from train.vocabulary import IM_END, MEDIA_PAD, PAD, ranks, special
 GLYPH_OF = {glyph: number for number, glyph in enumerate(LETTERS + DIGITS, 1)}
 SHAPE_OF = {name: number for number, name in enumerate(SHAPES, 1)}
 COLOUR_OF = {name: number for number, name in enumerate(COLOURS, 1)}
-LARGE = 0.35
+LARGE = 0.5
 """Share of grids that may be as large as the stage allows; the others have at most 8 merged tokens a side."""
 INVENTED = 0.35
 """Share of the strings of training that are no words."""
@@ -30,6 +30,8 @@ DRILLED = 0.5
 """Share of the samples of training that are drawn with ``drill``."""
 HARD = {"Which picture": 6.0, "How many": 3.0, "What does picture": 2.0}
 """How the questions begin that are answered wrong most often, and how much sooner they are asked than others."""
+APART = 0.85
+"""Share of the batches whose questions do not see each other: what one gives away, the next need not find."""
 CENTRE_OF = {"shape": 1, "bar": 2, "text": 3}
 LABEL_CLASSES = (37, 37, 9, 9, 7, 11, 10, 4, 7, 7, 7)
 """Classes of the dense labels of a patch; 0 is nothing.
@@ -48,6 +50,24 @@ def encoding() -> tiktoken.Encoding:
     )
 
 
+class Row(NamedTuple):
+    """One sequence.
+
+    Attributes:
+        ids: Token ids.
+        flags: 0 for given tokens, n for those of the n-th answer.
+        turns: Number of the question that a token belongs to; 0 is seen by all.
+        positions: Where each token stands.
+        kinds: Kind index of each answer.
+    """
+
+    ids: list[int]
+    flags: list[int]
+    turns: list[int]
+    positions: list[int]
+    kinds: list[int]
+
+
 class Renderer:
     """Chat rendering of K2.5 with instant answers, as token ids and a learned-or-not flag for each."""
 
@@ -59,31 +79,37 @@ class Renderer:
         self.image = [special("<|media_begin|>"), *text("image"), special("<|media_content|>")]
         self.image_end = [special("<|media_end|>"), *text("\n")]
 
-    def render(self, tokens: list[int], sample: Sample, filler: str = "") -> tuple[list[int], list[int], list[int]]:
-        """Lay a sample out as one conversation.
+    def render(self, tokens: list[int], sample: Sample, filler: str = "", apart: bool = False) -> Row:
+        """Lay a sample out as one conversation, or as many that share their pictures.
 
         Args:
             tokens: Merged tokens of each picture.
             sample: Pictures and questions.
             filler: Text that stands in front of the first question.
+            apart: Each question follows the pictures and sees no other.
 
         Returns:
-            Ids, flags (0 for given tokens, n for those of the n-th answer), kind index of each answer.
+            The row.
         """
-        ids, flags = list(self.user), []
+        ids = list(self.user)
         for count in tokens:
             ids += [*self.image, *([MEDIA_PAD] * count), *self.image_end]
-        kinds = []
+        pictures = len(ids)
+        row = Row(ids, [0] * pictures, [0] * pictures, list(range(pictures)), [])
         for number, turn in enumerate(sample.turns, 1):
-            if number > 1:
+            start = len(ids)
+            if number > 1 and not apart:
                 ids += self.user
             ids += [*self.text(filler + turn.question if number == 1 else turn.question), IM_END, *self.assistant]
-            flags += [0] * (len(ids) - len(flags))
-            answer = [special("</think>"), *self.text(turn.answer), IM_END]
-            ids += answer
-            flags += [number] * len(answer)
-            kinds.append(KINDS.index(turn.kind))
-        return ids, flags, kinds
+            given = len(ids) - start
+            ids += [special("</think>"), *self.text(turn.answer), IM_END]
+            added = len(ids) - start
+            row.flags.extend([0] * given + [number] * (added - given))
+            row.turns.extend([number if apart else 0] * added)
+            first = pictures if apart else start
+            row.positions.extend(range(first, first + added))
+            row.kinds.append(KINDS.index(turn.kind))
+        return row
 
 
 @dataclass
@@ -97,6 +123,8 @@ class Batch:
         order: (group, index) of every picture in the order of the placeholders.
         ids_ST: Token ids, padded on the right.
         flags_ST: 0, or one more than the number of the answer a token belongs to.
+        turns_ST: Number of the question that a token belongs to; 0 is seen by all.
+        positions_ST: Where each token stands.
         kinds: Kind index of every answer of the batch.
     """
 
@@ -106,6 +134,8 @@ class Batch:
     order: list[tuple[int, int]]
     ids_ST: Tensor
     flags_ST: Tensor
+    turns_ST: Tensor
+    positions_ST: Tensor
     kinds: Tensor
 
 
@@ -251,12 +281,13 @@ class Stream(IterableDataset[Batch]):
         sorts = [sort for sort in MIX if (sort == "multi") == several]
         most = min(self.most, 50) if several else self.most
         fill = rng.random() < 0.04
+        apart = rng.random() < APART
         count = 0
         total = 0
         groups: list[list[np.ndarray[Any, Any]]] = [[], []]
         labels: list[list[np.ndarray[Any, Any]]] = [[], []]
         order: list[tuple[int, int]] = []
-        rows: list[tuple[list[int], list[int], list[int]]] = []
+        rows: list[Row] = []
         while total < self.patches and count < most:
             picked: list[int] = []
 
@@ -285,17 +316,19 @@ class Stream(IterableDataset[Batch]):
             filler = ""
             if fill:
                 filler = " ".join(rng.choices(FILLER_WORDS, k=rng.randint(4, 60))) + ". "
-            rows.append(renderer.render([cells[g][0] * cells[g][1] for g in picked], sample, filler))
+            rows.append(renderer.render([cells[g][0] * cells[g][1] for g in picked], sample, filler, apart))
             count += 1
-        longest = max(len(ids) for ids, _, _ in rows)
+        longest = max(len(row.ids) for row in rows)
         ids_ST = torch.full((count, longest), PAD)
-        flags_ST = torch.zeros((count, longest), dtype=torch.long)
+        flags_ST, turns_ST, positions_ST = torch.zeros((3, count, longest), dtype=torch.long)
         kinds: list[int] = []
-        for number, (ids, flags, some) in enumerate(rows):
-            ids_ST[number, : len(ids)] = torch.tensor(ids)
-            shifted = torch.tensor(flags)
-            flags_ST[number, : len(flags)] = torch.where(shifted > 0, shifted + len(kinds), 0)
-            kinds += some
+        for number, row in enumerate(rows):
+            length = len(row.ids)
+            ids_ST[number, :length] = torch.tensor(row.ids)
+            flags_ST[number, :length] = torch.tensor([flag and flag + len(kinds) for flag in row.flags])
+            turns_ST[number, :length] = torch.tensor(row.turns)
+            positions_ST[number, :length] = torch.tensor(row.positions)
+            kinds += row.kinds
         used = [group for group in (0, 1) if groups[group]]
         return Batch(
             grids=[(2 * cells[g][0], 2 * cells[g][1]) for g in used],
@@ -304,5 +337,7 @@ class Stream(IterableDataset[Batch]):
             order=[(used.index(g), i) for g, i in order],
             ids_ST=ids_ST,
             flags_ST=flags_ST,
+            turns_ST=turns_ST,
+            positions_ST=positions_ST,
             kinds=torch.tensor(kinds),
         )

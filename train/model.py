@@ -64,14 +64,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + swapped * sin
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
     """Softmax attention, written out for short sequences, where it is several times faster on a CPU.
 
     Args:
         q: (..., L, H).
         k: (..., L, H).
         v: (..., L, V); V may differ from H.
-        causal: Mask the future.
+        seen: bool, broadcastable to (..., L, L): which keys a query sees; None is all.
 
     Returns:
         (..., L, V).
@@ -79,10 +79,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     length = q.shape[-2]
     if length > 1200:
         pad = q.shape[-1] - v.shape[-1]
-        return F.scaled_dot_product_attention(q, k, F.pad(v, (0, pad)), is_causal=causal)[..., : v.shape[-1]]
+        return F.scaled_dot_product_attention(q, k, F.pad(v, (0, pad)), attn_mask=seen)[..., : v.shape[-1]]
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-    if causal:
-        scores = scores + torch.full((length, length), float("-inf"), dtype=q.dtype).triu(1)
+    if seen is not None:
+        scores = scores + torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, float("-inf"))
     return scores.softmax(-1) @ v
 
 
@@ -112,7 +112,7 @@ class Block(nn.Module):
 
     def forward(self, x_BLD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.wqkv(self.norm0(x_BLD)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, causal=False)
+        out = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
         x_BLD = x_BLD + self.wo(out.transpose(1, 2).flatten(2))
         return x_BLD + self.mlp(self.norm1(x_BLD))
 
@@ -237,7 +237,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.v, width, bias=False)
         self.eps = eps
 
-    def forward(self, x_STE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x_STE: Tensor, cos: Tensor, sin: Tensor, seen: Tensor) -> Tensor:
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_STE))).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         latent, key = self.kv_a_proj_with_mqa(x_STE).split([self.rank, self.rope], dim=-1)
         kv = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -246,7 +246,7 @@ class Attention(nn.Module):
         q = torch.cat([q_nope, rotate(q_rope, cos, sin)], -1)
         k_rope = rotate(key[:, None], cos, sin).expand(-1, self.heads, -1, -1)
         k = torch.cat([k_nope, k_rope], -1)
-        return self.o_proj(attend(q, k, v, causal=True).transpose(1, 2).flatten(2))
+        return self.o_proj(attend(q, k, v, seen).transpose(1, 2).flatten(2))
 
 
 class Ffn(nn.Module):
@@ -312,8 +312,8 @@ class Layer(nn.Module):
         dense = index < c["first_k_dense_replace"]
         self.mlp = Ffn(c["hidden_size"], c["intermediate_size"]) if dense else Moe(c)
 
-    def forward(self, x_STE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x_STE = x_STE + self.self_attn(self.input_layernorm(x_STE), cos, sin)
+    def forward(self, x_STE: Tensor, cos: Tensor, sin: Tensor, seen: Tensor) -> Tensor:
+        x_STE = x_STE + self.self_attn(self.input_layernorm(x_STE), cos, sin, seen)
         return x_STE + self.mlp(self.post_attention_layernorm(x_STE))
 
 
@@ -336,13 +336,14 @@ class LanguageModel(nn.Module):
         self.model = Decoder(c)
         self.lm_head = nn.Linear(c["hidden_size"], c["vocab_size"], bias=False)
 
-    def forward(self, x_STE: Tensor) -> Tensor:
-        length = x_STE.shape[1]
+    def forward(self, x_STE: Tensor, turns_ST: Tensor, positions_ST: Tensor) -> Tensor:
         freqs = 1.0 / self.theta ** (torch.arange(0, self.rope, 2).float() / self.rope)
-        angles = torch.arange(length).float()[:, None] * freqs
+        angles = positions_ST[:, None, :, None].float() * freqs
         cos, sin = (table.to(x_STE.dtype) for table in spread(angles))
+        keys, queries = turns_ST[:, None, None, :], turns_ST[:, None, :, None]
+        seen = ((keys == 0) | (keys == queries)).tril_()
         for layer in self.model.layers:
-            x_STE = layer(x_STE, cos, sin)
+            x_STE = layer(x_STE, cos, sin, seen)
         return self.model.norm(x_STE)
 
 
@@ -464,12 +465,14 @@ class DemoModel(nn.Module):
         """
         return self.mm_projector(self.vision_tower(patches_BLC, h, w))
 
-    def hidden(self, ids_ST: Tensor, features_ME: Tensor) -> Tensor:
+    def hidden(self, ids_ST: Tensor, features_ME: Tensor, turns_ST: Tensor, positions_ST: Tensor) -> Tensor:
         """Decoder states of sequences whose placeholders take the features in order.
 
         Args:
             ids_ST: Token ids, padded on the right.
             features_ME: Features of all pictures of the batch, in the order of the placeholders.
+            turns_ST: Tokens are seen by later ones of the same number, those of number 0 by all later ones.
+            positions_ST: Where each token stands, for RoPE.
 
         Returns:
             (S, T, E), normed.
@@ -477,4 +480,4 @@ class DemoModel(nn.Module):
         x_STE = self.language_model.model.embed_tokens(ids_ST)
         mask = (ids_ST == self.placeholder)[..., None]
         x_STE = x_STE.masked_scatter(mask, features_ME.to(x_STE.dtype))
-        return self.language_model(x_STE)
+        return self.language_model(x_STE, turns_ST, positions_ST)

@@ -180,7 +180,7 @@ class Trainer:
             groups.append(features)
             dense = dense + dense_loss(self.head(features).float(), labels) / len(batch.grids)
         features_ME = torch.cat([groups[group][index] for group, index in batch.order])
-        hidden = self.model.hidden(batch.ids_ST, features_ME)[:, :-1]
+        hidden = self.model.hidden(batch.ids_ST, features_ME, batch.turns_ST, batch.positions_ST)[:, :-1]
         flags = batch.flags_ST[:, 1:]
         learned = flags > 0
         logits = self.model.language_model.lm_head(hidden[learned]).float()

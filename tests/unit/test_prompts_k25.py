@@ -222,8 +222,8 @@ def test_instant_prompts_are_what_the_demo_model_was_trained_on(chat: ChatFormat
             for _ in range(rng.randint(1, 3))
         ]
         sample = Sample(images=[Image.new("RGB", (56, 56))] * len(counts), turns=turns, marks=[[]] * len(counts))
-        trained, flags, _ = renderer.render(counts, sample)
-        answer = next(index for index, flag in enumerate(flags) if flag == len(turns))
+        row = renderer.render(counts, sample)
+        answer = row.flags.index(len(turns))
         first = turn("user", *[PICTURE] * len(counts), turns[0].question)
         rest = [
             message
@@ -231,8 +231,15 @@ def test_instant_prompts_are_what_the_demo_model_was_trained_on(chat: ChatFormat
             for message in (turn("assistant", before.answer), turn("user", after.question))
         ]
         prompt = chat.render([first, *rest], counts, thinking=False)
-        assert prompt.ids == trained[: answer + 1]
+        assert prompt.ids == row.ids[: answer + 1]
+        assert row.positions == list(range(len(row.ids)))
         assert prompt.ids[-1] == vocabulary.special("</think>")
+        apart = renderer.render(counts, sample, apart=True)
+        for number, asked in enumerate(turns, 1):
+            alone = chat.render([turn("user", *[PICTURE] * len(counts), asked.question)], counts, thinking=False).ids
+            seen = [index for index, of in enumerate(apart.turns) if of in (0, number)]
+            assert [apart.ids[index] for index in seen][: len(alone)] == alone
+            assert [apart.positions[index] for index in seen] == list(range(len(seen)))
 
 
 def function(name: str = "f", description: str | None = None, **parameters: Any) -> dict[str, Any]:

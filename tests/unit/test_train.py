@@ -53,19 +53,29 @@ def test_the_trained_form_equals_the_served_one(model: DemoModel, checkpoint: Pa
     assert (features - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_the_trained_decoder_equals_the_served_one(model: DemoModel, checkpoint: Path) -> None:
+@pytest.mark.parametrize("apart", [0.0, 1.0])
+def test_the_trained_decoder_equals_the_served_one(
+    model: DemoModel, checkpoint: Path, apart: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversation of questions, and the last of many that each see their pictures alone."""
+    monkeypatch.setattr("train.batches.APART", apart)
     config = json.loads((checkpoint / "config.json").read_text())
     served = Decoder.from_directory(checkpoint, config, device="cpu", dtype=torch.float32)
     batch = Stream("test", 3, 200, 0.0).batch(random.Random(4), Renderer())
     groups = [model.features(p.float() / 127.5 - 1, h, w) for (h, w), p in zip(batch.grids, batch.patches, strict=True)]
     features_ME = torch.cat([groups[group][index] for group, index in batch.order])
     with torch.no_grad():
-        expected = model.language_model.lm_head(model.hidden(batch.ids_ST, features_ME))
+        expected = model.language_model.lm_head(
+            model.hidden(batch.ids_ST, features_ME, batch.turns_ST, batch.positions_ST)
+        )
     taken = 0
-    for ids_T, logits_TV in zip(batch.ids_ST[:5], expected, strict=False):
-        length = int((ids_T != PAD).sum())
-        embeddings_TE = served.embed(ids_T[:length].tolist()).clone()
-        shown = (ids_T[:length] == MEDIA_PAD).nonzero().flatten()
+    assert (batch.turns_ST.max() > 1) == bool(apart)
+    for row_T, turns_T, logits_TV in zip(batch.ids_ST[:5], batch.turns_ST, expected, strict=False):
+        length = int((row_T != PAD).sum())
+        turns_T = turns_T[:length]
+        ids_T = row_T[:length][(turns_T == 0) | (turns_T == turns_T[-1])]
+        embeddings_TE = served.embed(ids_T.tolist()).clone()
+        shown = (ids_T == MEDIA_PAD).nonzero().flatten()
         embeddings_TE[shown] = features_ME[taken : taken + len(shown)].detach()
         taken += len(shown)
         found_V = served.next_logits(embeddings_TE, served.new_cache())
@@ -77,7 +87,7 @@ def test_gradients_reach_every_weight(model: DemoModel) -> None:
     batch = Stream("test", 3, 300, 0.0).batch(random.Random(2), Renderer())
     groups = [model.features(p.float() / 127.5 - 1, h, w) for (h, w), p in zip(batch.grids, batch.patches, strict=True)]
     features = torch.cat([groups[group][index] for group, index in batch.order])
-    logits = model.language_model.lm_head(model.hidden(batch.ids_ST, features))
+    logits = model.language_model.lm_head(model.hidden(batch.ids_ST, features, batch.turns_ST, batch.positions_ST))
     logits.float().logsumexp(-1).mean().backward()
     lacking = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
     model.zero_grad(set_to_none=True)
