@@ -284,7 +284,8 @@ def check(config: VisionConfig, headers: Iterable[Header], source: str) -> dict[
         if piece is not None and (not last or kind is not None):
             if piece in found:
                 faults["given twice"].append(f"{found[piece][0].name} and {header.name}")
-            found[piece] = header, kind
+            if piece not in found or kind is not None:
+                found[piece] = header, kind
             expected = _part_shape(shapes[piece.name], piece)
             if kind is None and header.dtype not in _FLOATS:
                 faults[_REFUSED].append(f"{header.name} ({header.dtype})")

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from moonvit.bench.measure import machine, peak
+from moonvit.attention import this_machine
+from moonvit.bench.measure import peak
 from moonvit.encoder import VisionEncoder
 from moonvit.errors import BudgetError, ConfigError, EmptyInputError, GridError
 from moonvit.families import FAMILIES, VisionConfig, family_config
@@ -323,10 +324,10 @@ def test_the_plan_is_what_the_allocator_gives(
     model = VisionModel.empty(config, getattr(torch, dtype)).init_weights_(0)
     for number, share in ((2, 100), (1, 80), (2, 60)):
         threads(number)
-        free = make_plan(config, REQUESTS[request_], dtype=dtype, machine=machine())
+        free = make_plan(config, REQUESTS[request_], dtype=dtype, machine=this_machine())
         budget = Budget(max(1, free.workspace_bytes * share // 100))
         try:
-            plan = make_plan(config, REQUESTS[request_], dtype=dtype, machine=machine(), budget=budget)
+            plan = make_plan(config, REQUESTS[request_], dtype=dtype, machine=this_machine(), budget=budget)
         except BudgetError:
             assert share < 100
             continue
@@ -342,10 +343,10 @@ def test_random_requests_and_budgets_are_held() -> None:
     groups = set()
     for _ in range(40):
         grids = random_grids(rng, rng.randint(1, 4))
-        free = make_plan(config, grids, dtype="float32", machine=machine())
+        free = make_plan(config, grids, dtype="float32", machine=this_machine())
         budget = Budget(int(free.workspace_bytes * rng.uniform(0.6, 1.2)))
         try:
-            plan = make_plan(config, grids, dtype="float32", machine=machine(), budget=budget)
+            plan = make_plan(config, grids, dtype="float32", machine=this_machine(), budget=budget)
         except BudgetError:
             continue
         groups.add(plan.groups)
