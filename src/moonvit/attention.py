@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from moonvit.errors import ConfigError
-from moonvit.plan import chunk_rows
+from moonvit.plan import Machine, chunk_rows
 
 Backend = Literal["sdpa", "varlen", "reference"]
 
@@ -271,7 +271,24 @@ def packs_keys(device: torch.device, dtype: torch.dtype) -> bool:
     Returns:
         True for bfloat16 on CPUs with instructions for it.
     """
-    return device.type == "cpu" and dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return device.type == "cpu" and dtype == torch.bfloat16 and has_bfloat16()
+
+
+def has_bfloat16() -> bool:
+    """Whether this CPU has instructions for bfloat16."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def this_machine(device: str = "cpu") -> Machine:
+    """This machine, as plans want it.
+
+    Args:
+        device: Type of the device.
+
+    Returns:
+        With the threads torch has now.
+    """
+    return Machine(device, torch.get_num_threads(), has_bfloat16())
 
 
 def attend(

@@ -5,8 +5,9 @@ other. Loading is strict: headers are compared with the model before a single va
 reported together. Only shards that hold vision are opened, and values go straight into the model, one tensor at a time.
 
 A linear layer may be packed, each for itself: ``X.weight`` in FP8 (e4m3fn) or int8 beside ``X.weight_scale`` or
-``X.weight_scale_inv``, one number, one for each row, or one for each block of 128 x 128. Its bytes stay as they are. An
-``X.input_scale`` beside them is passed over: activations are not packed here.
+``X.weight_scale_inv``, one number, one for each row, or one for each block of 128 x 128 or of 128 in a row. Its bytes
+stay as they are. Where four int8 values stand in an int32, as in ``X.weight_packed`` of compressed-tensors with 8
+bits, they become ``X.weight``. Scales of activations beside them are passed over, as those are not packed here.
 
 Sources of the names: the official checkpoints (``official``); transformers 5 (``transformers``), whose towers keep q, k
 and v apart and their rotary pairs split in halves; the serving engines' run-time names (``runtime``). A leading
@@ -19,8 +20,11 @@ import json
 import math
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -67,11 +71,17 @@ _READ_ONLY = {"vision_tower.patch_embed.proj": "vision_tower.encoder.patch_embed
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _KINDS = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8}
 """Packed weights that are read."""
+_SCALES = {*_FLOATS, "F8_E8M0"}
+"""Scales that are read."""
 _DTYPE_NAMES = {
     **{dtype: name for name, dtype in _KINDS.items()},
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.float8_e8m0fnu: "F8_E8M0", torch.int32: "I32", torch.int64: "I64"},
 }
-_PASSED_OVER = "input_scale"
+_WORDS, _SHAPE = "weight_packed", "weight_shape"
+"""int8 values plus 128, four in an int32, the first in its lowest bits; and rows and columns of the matrix."""
+_PASSED_OVER = ("input_scale", "input_zero_point", "activation_scale", "output_scale")
+"""What is said of activations."""
 _PACKED = re.compile(
     r"(_packed|_scale|_scale_inv|_scale_2|_zero_point|_shape|_g_idx|\.qweight|\.qzeros|\.scales|\.g_idx)$"
 )
@@ -101,7 +111,8 @@ class Header(NamedTuple):
 # ---- names ----------------------------------------------------------------------------------------------------------
 
 
-def expected_shapes(config: VisionConfig) -> dict[str, tuple[int, ...]]:
+@lru_cache(4)
+def expected_shapes(config: VisionConfig) -> Mapping[str, tuple[int, ...]]:
     """Official name and shape of every vision tensor of a model.
 
     Args:
@@ -110,10 +121,12 @@ def expected_shapes(config: VisionConfig) -> dict[str, tuple[int, ...]]:
     Returns:
         As a checkpoint of this model holds them.
     """
-    return {name: tuple(tensor.shape) for name, tensor in _outline(config).state_dict().items()}
+    tensors = _outline(config).state_dict()
+    return MappingProxyType({name: tuple(tensor.shape) for name, tensor in tensors.items()})
 
 
-def packable(config: VisionConfig) -> dict[str, tuple[int, ...]]:
+@lru_cache(4)
+def packable(config: VisionConfig) -> Mapping[str, tuple[int, ...]]:
     """Official name and shape of the weights that a file may hold packed: those of linear layers.
 
     Args:
@@ -122,8 +135,8 @@ def packable(config: VisionConfig) -> dict[str, tuple[int, ...]]:
     Returns:
         Of every block and of the projector; not the patch embedding, whose name says convolution.
     """
-    modules = _outline(config).named_modules()
-    return {f"{name}.weight": tuple(layer.weight.shape) for name, layer in modules if isinstance(layer, Linear)}
+    linear = ((name, layer) for name, layer in _outline(config).named_modules() if isinstance(layer, Linear))
+    return MappingProxyType({f"{name}.weight": tuple(layer.weight.shape) for name, layer in linear})
 
 
 def packed_layers(config: VisionConfig, path: str | Path) -> frozenset[str]:
@@ -134,18 +147,22 @@ def packed_layers(config: VisionConfig, path: str | Path) -> frozenset[str]:
         path: Checkpoint directory or safetensors file; it may lack its weights.
 
     Returns:
-        Their names; none where the weights are not there.
+        Their names; none where there are no weights.
+
+    Raises:
+        CheckpointError: Weights are there, but the index or a file is broken, or a file the index names is not there.
     """
-    try:
-        shards = vision_shards(path)
-    except CheckpointError:
+    path = Path(path)
+    if path.is_dir() and not (path / INDEX).exists() and not (path / SINGLE).exists():
         return frozenset()
     names, layers = known_names(config), packable(config)
-    packed = {}
-    for header in (header for shard, held in shards.items() for header in read_headers(shard, held)):
-        piece = names.get(header.name.removeprefix("model."))
-        if piece is not None and piece.name in layers and header.dtype in _KINDS:
-            packed[piece.name.removesuffix(".weight")] = _KINDS[header.dtype]
+    packed: dict[str, torch.dtype] = {}
+    for shard, held in vision_shards(path).items():
+        for header in read_headers(shard, held):
+            piece, last = _role(header.name, names)
+            kind = _kind(header, piece, last, layers)
+            if piece is not None and kind is not None:
+                packed[piece.name.removesuffix(".weight")] = kind
     return VisionModel.empty(config, device="meta", packed=packed).packed
 
 
@@ -173,6 +190,25 @@ def known_names(config: VisionConfig) -> dict[str, Piece]:
             if official.startswith(f"{stem}."):
                 names[official.replace(stem, other)] = Piece(official)
     return names
+
+
+def _role(name: str, names: Mapping[str, Piece]) -> tuple[Piece | None, str]:
+    """The parameter that a tensor is; or the weight it stands beside, and the last part of its name."""
+    name = name.removeprefix("model.")
+    if name in names:
+        return names[name], ""
+    stem, _, last = name.rpartition(".")
+    return names.get(f"{stem}.weight"), last
+
+
+def _kind(header: Header, piece: Piece | None, last: str, layers: Mapping[str, tuple[int, ...]]) -> torch.dtype | None:
+    """Dtype of the packed values, where a tensor is the weight of a linear layer and holds such."""
+    if piece is None or piece.name not in layers:
+        return None
+    if last == _WORDS:
+        rows, columns = _part_shape(layers[piece.name], piece)
+        return torch.int8 if (header.dtype, header.shape) == ("I32", (rows, -(-columns // 4))) else None
+    return None if last else _KINDS.get(header.dtype)
 
 
 def _spelled(official: str) -> Iterator[tuple[Spelling, tuple[str, ...]]]:
@@ -209,6 +245,19 @@ def _swap_halves(tensor: torch.Tensor, heads: int, *, to_pairs: bool) -> torch.T
 
 # ---- strictness -----------------------------------------------------------------------------------------------------
 
+_REFUSED = "quantised in a way that is not supported"
+_FAULTS = (
+    "missing",
+    "unexpected",
+    "of a wrong shape",
+    "given twice",
+    "of scales without a packed weight",
+    "of one weight packed in different ways",
+    _REFUSED,
+)
+_Faults = defaultdict[str, list[str]]
+"""Fault -> tensors that have it."""
+
 
 def check(config: VisionConfig, headers: Iterable[Header], source: str) -> dict[str, torch.dtype]:
     """Compare what a checkpoint holds with what a model needs.
@@ -225,84 +274,84 @@ def check(config: VisionConfig, headers: Iterable[Header], source: str) -> dict[
         CheckpointError: With every missing, unexpected, doubled, wrongly packed and misshapen tensor, by name.
     """
     shapes, names, layers = expected_shapes(config), known_names(config), packable(config)
-    found: dict[Piece, Header] = {}
-    beside: dict[Piece, list[Header]] = {}
-    unexpected, refused, doubled, misshapen, lone = [], [], [], [], []
+    faults = _Faults(list)
+    found: dict[Piece, tuple[Header, torch.dtype | None]] = {}
+    beside: dict[Piece, list[tuple[str, Header]]] = {}
     wrong: set[Piece] = set()
     for header in headers:
-        name = header.name.removeprefix("model.")
-        piece = names.get(name)
-        if piece is None:
-            stem, _, last = name.rpartition(".")
-            weight = names.get(f"{stem}.weight")
-            if weight is not None and (last in SCALE_NAMES or last == _PASSED_OVER):
-                beside.setdefault(weight, []).append(header)
-            elif header.dtype not in _FLOATS or _PACKED.search(name):
-                refused.append(f"{header.name} ({header.dtype})")
-                if weight is not None:
-                    found[weight] = header
-                    wrong.add(weight)
-            else:
-                unexpected.append(header.name)
-            continue
-        if piece in found:
-            doubled.append(f"{found[piece].name} and {header.name}")
-        found[piece] = header
-        if header.dtype not in _FLOATS and not (header.dtype in _KINDS and piece.name in layers):
-            refused.append(f"{header.name} ({header.dtype})")
-            wrong.add(piece)
-        elif header.shape != _part_shape(shapes[piece.name], piece):
-            expected = list(_part_shape(shapes[piece.name], piece))
-            misshapen.append(f"{header.name} is {list(header.shape)}, expected {expected}")
+        piece, last = _role(header.name, names)
+        kind = _kind(header, piece, last, layers)
+        if piece is not None and (not last or kind is not None):
+            if piece in found:
+                faults["given twice"].append(f"{found[piece][0].name} and {header.name}")
+            if piece not in found or kind is not None:
+                found[piece] = header, kind
+            expected = _part_shape(shapes[piece.name], piece)
+            if kind is None and header.dtype not in _FLOATS:
+                faults[_REFUSED].append(f"{header.name} ({header.dtype})")
+                wrong.add(piece)
+            elif not last and header.shape != expected:
+                faults["of a wrong shape"].append(f"{header.name} is {list(header.shape)}, expected {list(expected)}")
+        elif piece is not None and last in (*SCALE_NAMES, _SHAPE, *_PASSED_OVER):
+            beside.setdefault(piece, []).append((last, header))
+        elif header.dtype not in _FLOATS or _PACKED.search(header.name):
+            faults[_REFUSED].append(f"{header.name} ({header.dtype})")
+            if piece is not None:
+                wrong.add(piece)
+        else:
+            faults["unexpected"].append(header.name)
 
-    missing: list[str] = []
     packed: dict[str, torch.dtype] = {}
     for piece in {**found, **beside}:
-        scales = [scale for scale in beside.get(piece, ()) if not scale.name.endswith(f".{_PASSED_OVER}")]
+        weight, kind = found.get(piece, (None, None))
         if piece in wrong:
-            refused += [f"{scale.name} ({scale.dtype})" for scale in scales]
-        elif piece not in found or found[piece].dtype not in _KINDS:
-            lone += [scale.name for scale in beside.get(piece, ())]
+            others = [one for last, one in beside.get(piece, ()) if last not in _PASSED_OVER]
+            faults[_REFUSED] += [f"{one.name} ({one.dtype})" for one in others]
+        elif weight is None or kind is None:
+            faults["of scales without a packed weight"] += [one.name for _, one in beside.get(piece, ())]
         else:
-            packed[piece.name.removesuffix(".weight")] = _KINDS[found[piece].dtype]
-            if not scales:
-                missing.append(f"{found[piece].name.removesuffix('weight')}{SCALE_NAMES[0]}")
-            if len(scales) > 1:
-                doubled.append(" and ".join(scale.name for scale in scales))
-            allowed = scale_shapes(*_part_shape(shapes[piece.name], piece))
-            for scale in scales:
-                if scale.dtype not in _FLOATS:
-                    refused.append(f"{scale.name} ({scale.dtype})")
-                elif scale.shape not in allowed:
-                    known = ", ".join(str(list(shape)) for shape in dict.fromkeys(allowed))
-                    misshapen.append(f"{scale.name} is {list(scale.shape)}, expected one of {known}")
-    given: dict[str, dict[int | None, Header]] = {}
-    for piece, header in found.items():
-        given.setdefault(piece.name, {})[piece.part] = header
-    mixed = []
+            packed[piece.name.removesuffix(".weight")] = kind
+            _check_scales(weight, _part_shape(shapes[piece.name], piece), beside.get(piece, []), faults)
     for name in shapes:
-        parts = given.get(name, {})
+        parts = {part: found[Piece(name, part)] for part in (None, 0, 1, 2) if Piece(name, part) in found}
+        known = {*parts, *(piece.part for piece in wrong if piece.name == name)}
         if None in parts and len(parts) > 1:
-            doubled.append(" and ".join(sorted(header.name for header in parts.values())))
-        elif not parts:
-            missing.append(name)
-        elif None not in parts:
-            missing += [f"{name} ({'qkv'[part]} third)" for part in range(3) if part not in parts]
-            if len({_KINDS.get(header.dtype) for header in parts.values()}) > 1:
-                mixed += [f"{header.name} ({header.dtype})" for header in parts.values()]
-    refuse(
-        f"{source} does not fit {config.family}",
-        {
-            "missing": missing,
-            "unexpected": unexpected,
-            "of a wrong shape": misshapen,
-            "given twice": doubled,
-            "of scales without a packed weight": lone,
-            "of one weight packed in different ways": mixed,
-            "quantised in a way that is not supported": refused,
-        },
-    )
+            faults["given twice"].append(" and ".join(sorted(header.name for header, _ in parts.values())))
+        elif not known:
+            faults["missing"].append(name)
+        elif None not in known:
+            faults["missing"] += [f"{name} ({'qkv'[part]} third)" for part in range(3) if part not in known]
+            if len({kind for _, kind in parts.values()}) > 1:
+                faults["of one weight packed in different ways"] += [
+                    f"{header.name} ({header.dtype})" for header, _ in parts.values()
+                ]
+    refuse(f"{source} does not fit {config.family}", {fault: faults[fault] for fault in _FAULTS})
     return packed
+
+
+def _check_scales(weight: Header, shape: tuple[int, ...], beside: list[tuple[str, Header]], faults: _Faults) -> None:
+    """Find fault with what stands beside a packed weight."""
+    stem, _, last = weight.name.rpartition(".")
+    scales = [one for name, one in beside if name in SCALE_NAMES]
+    if not scales:
+        faults["missing"].append(f"{stem}.{SCALE_NAMES[0]}")
+    if len(scales) > 1:
+        faults["given twice"].append(" and ".join(scale.name for scale in scales))
+    allowed = scale_shapes(*shape)
+    for scale in scales:
+        if scale.dtype not in _SCALES:
+            faults[_REFUSED].append(f"{scale.name} ({scale.dtype})")
+        elif scale.shape not in allowed:
+            known = ", ".join(str(list(shape)) for shape in dict.fromkeys(allowed))
+            faults["of a wrong shape"].append(f"{scale.name} is {list(scale.shape)}, expected one of {known}")
+    told = [one for name, one in beside if name == _SHAPE]
+    if last == _WORDS and not told:
+        faults["missing"].append(f"{stem}.{_SHAPE}")
+    for one in told:
+        if last != _WORDS:
+            faults["unexpected"].append(one.name)
+        elif (one.dtype, one.shape) not in (("I64", (2,)), ("I32", (2,))):
+            faults["of a wrong shape"].append(f"{one.name} is {one.dtype} {list(one.shape)}, expected I64 [2]")
 
 
 def _part_shape(shape: tuple[int, ...], piece: Piece) -> tuple[int, ...]:
@@ -351,26 +400,43 @@ def load_tensors(model: VisionModel, tensors: Iterable[tuple[str, torch.Tensor]]
             continue
         header = Header(name, tuple(tensor.shape), _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)))
         headers.append(header)
-        stem, _, last = name.removeprefix("model.").rpartition(".")
-        piece, weight = names.get(f"{stem}.{last}"), names.get(f"{stem}.weight")
-        if last in SCALE_NAMES and weight is not None:
-            scales.setdefault(weight.name, []).append((weight, last, tensor))
-        if piece is None or not (header.dtype in _FLOATS or (header.dtype in _KINDS and piece.name in layers)):
+        piece, last = _role(name, names)
+        if piece is None:
+            continue
+        kind = _kind(header, piece, last, layers)
+        if last in SCALE_NAMES:
+            scales.setdefault(piece.name, []).append((piece, last, tensor))
+        elif last == _SHAPE and piece.name in layers:
+            _refuse_shape(name, tensor, _part_shape(layers[piece.name], piece))
+        if kind is None and (last or header.dtype not in _FLOATS):
             continue
         if piece.name in layers:
-            model.pack(piece.name.removesuffix(".weight"), _KINDS.get(header.dtype))
+            model.pack(piece.name.removesuffix(".weight"), kind)
         target: torch.Tensor = model.get_parameter(piece.name)
         if piece.part is not None:
             target = torch.unflatten(target, 0, (3, -1))[piece.part]
-            if piece.part < 2 and tensor.shape == target.shape:
-                tensor = _swap_halves(tensor, model.config.num_heads, to_pairs=True)
+        if last == _WORDS:
+            tensor = _values(tensor, target.shape[1])
         if tensor.shape == target.shape:
             _refuse_nan(name, tensor)
+            if piece.part in (0, 1):
+                tensor = _swap_halves(tensor, model.config.num_heads, to_pairs=True)
             target.copy_(tensor)
     packed = check(model.config, headers, "the checkpoint")
     for layer in packed:
         _set_scales(model, layer, scales[f"{layer}.weight"])
     return set(dict(model.named_parameters()))
+
+
+def _values(words: torch.Tensor, columns: int) -> torch.Tensor:
+    """int8 values (O, I) out of int32 (O, I / 4), rounded up."""
+    return (words.contiguous().view(torch.uint8)[:, :columns] ^ 128).view(torch.int8)
+
+
+def _refuse_shape(name: str, told: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """A matrix that says of itself that it has another shape."""
+    if told.shape == (2,) and told.tolist() != list(shape):
+        raise CheckpointError(f"{name} says {told.tolist()}, expected {list(shape)}")
 
 
 def _refuse_nan(name: str, tensor: torch.Tensor) -> None:
@@ -623,8 +689,12 @@ def resolve(path: str | Path, *, whole: bool = False) -> Path:
 def save_vision(model: VisionModel, path: str | Path, spelling: Spelling = "official") -> None:
     """Write a tower and projector.
 
+    ``config.json`` says nothing of packed weights: it has no ``quantization_config``, which other programs want to see
+    before they read them. In transformers' spelling, where q and k are turned, scales for blocks of a fused weight
+    become rows of scales, which only this package reads.
+
     Args:
-        model: What to write, in its own dtype; packed weights as they are.
+        model: What to write, in its own dtype; packed weights as they are, int8 values one by one.
         path: A ``.safetensors`` file, or a directory that gets ``model.safetensors``, ``config.json`` and
             ``preprocessor_config.json``.
         spelling: Whose names to write; official unless another program wants its own.
@@ -687,12 +757,12 @@ def check_vision(path: str | Path) -> dict[str, Any]:
 
     Returns:
         ``path``, ``family``, ``layers``, ``width``, ``language_width``, ``shards`` (files that hold vision),
-        ``tensors``, ``parameters``, ``bytes``, ``dtypes`` and ``packed`` (how many linear layers of tower and
-        projector are packed, and in what).
+        ``tensors``, ``parameters`` (numbers of the model, scales apart), ``bytes``, ``dtypes`` and ``packed`` (how
+        many linear layers of tower and projector are packed, and in what).
 
     Raises:
         CheckpointError: Files are missing or broken, tensors are not exactly those of the model, or one of them holds
-            NaN or infinity.
+            NaN, infinity or another shape of a weight.
         ConfigError: ``config.json`` is not of a known model.
     """
     local = resolve(path)
@@ -700,12 +770,17 @@ def check_vision(path: str | Path) -> dict[str, Any]:
     shards = vision_shards(local)
     headers = [header for shard, names in shards.items() for header in read_headers(shard, names)]
     packed = check(config, headers, str(local))
+    names, shapes = known_names(config), expected_shapes(config)
     broken, size = [], 0
     for name, tensor in read_tensors(shards):
         size += tensor.nbytes
         # FP8 has NaN and no infinity, and no isfinite of its own
-        if not (tensor.bfloat16() if tensor.dtype == torch.float8_e4m3fn else tensor).isfinite().all():
+        eight_bits = tensor.is_floating_point() and tensor.dtype.itemsize == 1
+        if not (tensor.bfloat16() if eight_bits else tensor).isfinite().all():
             broken.append(name)
+        piece, last = _role(name, names)
+        if piece is not None and last == _SHAPE:
+            _refuse_shape(name, tensor, _part_shape(shapes[piece.name], piece))
     if broken:
         raise CheckpointError(f"{local}: {len(broken)} tensor(s) hold NaN or infinity: {', '.join(broken[:_LISTED])}")
     return {
@@ -716,7 +791,7 @@ def check_vision(path: str | Path) -> dict[str, Any]:
         "language_width": config.text_hidden_size,
         "shards": len(shards),
         "tensors": len(headers),
-        "parameters": sum(math.prod(header.shape) for header in headers),
+        "parameters": sum(map(math.prod, shapes.values())),
         "bytes": size,
         "dtypes": ", ".join(sorted({header.dtype for header in headers})),
         "packed": _describe(config, packed),

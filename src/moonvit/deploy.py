@@ -245,7 +245,7 @@ def deploy(
         grids: One for each image or video chunk, as ``as_grids`` reads them.
         tp: Ranks that share heads and MLP, as ``split_tensors`` counts them.
         dp: Groups that images are assigned to, as ``assign_images`` does.
-        dtype: Dtype of weights, workspace and features.
+        dtype: Dtype of workspace and features, and of weights that are not packed.
         budget: Bound on the workspace of each rank; None is "auto".
         machine: What each rank is; None is one thread of a CPU.
         packed: As in ``make_plan``.

@@ -46,7 +46,7 @@ from moonvit.families import PATCH, PATCH_VALUES, PREFIXES, VisionConfig
 from moonvit.grids import Grid, as_grids
 from moonvit.plan import NORM_VALUES, POSITION_BAND, TOKEN_ROWS, heads_at_once
 from moonvit.preprocess import NORMALISE
-from moonvit.quantised import Linear, PackedLinear, as_kind, linear_into, replace
+from moonvit.quantised import Linear, PackedLinear, as_kind, linear_into
 
 ROWS = 256
 """Rows of a chunk where the caller does not choose."""
@@ -503,7 +503,7 @@ class VisionModel(nn.Module):
             The model.
 
         Raises:
-            ConfigError: The dtype is another.
+            ConfigError: The dtype is another, or a packed layer is not linear.
         """
         if dtype not in FLOAT_DTYPES:
             known = ", ".join(str(kind).removeprefix("torch.") for kind in FLOAT_DTYPES)
@@ -576,23 +576,21 @@ class VisionModel(nn.Module):
             layers += [("wqkv", block.wqkv), ("wo", block.wo), ("fc0", block.mlp.fc0), ("fc1", block.mlp.fc1)]
         return frozenset(name for name, layer in layers if isinstance(layer, PackedLinear))
 
-    def pack(self, name: str, kind: torch.dtype | None) -> Linear | None:
+    def pack(self, name: str, kind: torch.dtype | None) -> None:
         """Make room in a linear layer for weights of another kind; those it had are dropped where they were of another.
 
         Args:
             name: The layer, such as ``"vision_tower.encoder.blocks.0.wo"``.
             kind: ``torch.float8_e4m3fn`` or ``torch.int8``; None is a weight in the model's dtype.
 
-        Returns:
-            The layer, or None where a layer of this name is not linear.
+        Raises:
+            ConfigError: The layer is not linear.
         """
-        found = self.get_submodule(name)
-        if not isinstance(found, Linear):
-            return None
-        layer = as_kind(found, kind, self.dtype)
-        if layer is not found:
-            replace(self, name, layer)
-        return layer
+        layer = self.get_submodule(name)
+        if not isinstance(layer, Linear):
+            raise ConfigError(f"{name} is not a linear layer, and cannot be packed", param="packed")
+        parent, _, last = name.rpartition(".")
+        setattr(self.get_submodule(parent), last, as_kind(layer, kind, self.dtype))
 
     def prepare(
         self, grids: Iterable[Any], rows: int = ROWS, groups: int = 1, positions: Positions | None = None

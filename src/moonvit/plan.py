@@ -222,7 +222,8 @@ class Plan:
         batches: The passes, in request order.
         rows: Rows of a chunk (R).
         groups: Parts that the heads of a block go through in.
-        dtype: Dtype of weights, workspace and features.
+        dtype: Dtype of workspace and features, and of weights that are not packed.
+        packed: Layers whose weights are, in alphabetical order, as ``make_plan`` names them.
         budget_bytes: The budget; None is "auto".
         stages: Bytes by stage, the largest over the passes: ``patches`` the pixels, ``rope`` tables and gather indices,
             ``hidden`` the residual stream, ``kv`` keys and values of a group of heads, ``attended`` what attention gave
@@ -244,6 +245,7 @@ class Plan:
     rows: int
     groups: int
     dtype: str
+    packed: tuple[str, ...]
     budget_bytes: int | None
     stages: dict[str, int]
     workspace_bytes: int
@@ -273,6 +275,7 @@ class Plan:
             "rows": self.rows,
             "groups": self.groups,
             "dtype": self.dtype,
+            "packed": list(self.packed),
             "budget_bytes": self.budget_bytes,
             "stages": dict(self.stages),
             "workspace_bytes": self.workspace_bytes,
@@ -343,6 +346,7 @@ def make_plan(
         rows=cost.rows,
         groups=cost.groups,
         dtype=dtype,
+        packed=tuple(sorted(packed)),
         budget_bytes=limit,
         stages={**stages, "cached": max(map(max, caches)), "outputs": before, "decoded": decoded},
         workspace_bytes=max(workspace_of(each) for each in passes),
@@ -603,7 +607,7 @@ class _Cost:
         d, i = c.hidden_size, c.intermediate_size
         products = self._product(r, d), self._product(r, i)
         first = r * (d + i) * s + products[0] + self._unpacked("fc0", i, d)
-        second = r * (2 * d + i) * s + max(products) + self._unpacked("fc1", d, i)
+        second = r * (2 * d + i) * s + products[1] + self._unpacked("fc1", d, i)
         return max(first, second, self._norm(r, d))
 
     def _norm(self, rows: int, width: int) -> int:
@@ -633,8 +637,8 @@ class _Cost:
         """A block of a packed weight in float32, and in the dtype of the activations where that is another."""
         if layer not in self.packed:
             return 0
-        # A shift in place makes tensors of its number: 12 bytes.
-        return packed_rows(rows, columns) * columns * (4 + (self.size if self._half else 0)) + 12
+        # The last 64 FP8 values of a block are widened by way of a copy.
+        return packed_rows(rows, columns) * columns * (4 + (self.size if self._half else 0)) + 128
 
     def _merge(self, load: _Load, m: int) -> int:
         """Gathered rows and their norm; over several frames also their sum, in float32."""

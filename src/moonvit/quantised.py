@@ -3,7 +3,7 @@
 A packed weight is a matrix of one-byte values and a few float32 scales; the number is their product. ``PackedLinear``
 unpacks some rows of the matrix at a time into the dtype of what it is given, multiplies, and drops them, so that beside
 the bytes of the file there is never more than one block, whatever the size of the matrix or of the request. Activations
-are never packed: an ``input_scale`` of a file has no use here.
+are never packed: what a file says of theirs has no use here.
 
 Shape suffixes: R rows of a chunk, I columns of a matrix (its inputs), O rows (its outputs), A and B scales along each.
 """
@@ -16,6 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from moonvit.errors import ConfigError
 from moonvit.plan import packed_rows
 
 PACKED_DTYPES = (torch.float8_e4m3fn, torch.int8)
@@ -24,6 +25,7 @@ SCALE_NAMES = ("weight_scale", "weight_scale_inv")
 """What files call the scales of ``weight``; values are multiplied by either."""
 BLOCK = 128
 """Rows, and columns, that share a scale where a file has scales for blocks."""
+_AT_ONCE = 64
 
 
 def scale_shapes(rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
@@ -70,25 +72,33 @@ def unpack_into(
         scale: float32, in one of ``scale_shapes``.
         first: First row.
         last: Row after the last.
-        out_RI: float32 (last - first, I), filled; nothing else is made.
+        out_RI: float32 (last - first, I), contiguous, filled; nothing else of its size is made.
 
     Returns:
         ``out_RI``.
     """
-    rows, columns = weight_OI.shape
+    rows = weight_OI.shape[0]
     _widen(weight_OI[first:last], out_RI)
     scale_AB = _scale_AB(scale)
-    width = columns if scale_AB.shape[1] == 1 else BLOCK
-    for place, scale_A in enumerate(scale_AB.unbind(1)):
-        some_RI = out_RI[:, place * width : (place + 1) * width]
-        if scale_A.shape[0] == 1:
-            some_RI.mul_(scale_A)
-        elif scale_A.shape[0] == rows:
-            some_RI.mul_(scale_A[first:last, None])
-        else:
-            for block in range(first // BLOCK, -(-last // BLOCK)):
-                some_RI[max(0, block * BLOCK - first) : (block + 1) * BLOCK - first].mul_(scale_A[block])
+    if scale_AB.shape[0] == 1:
+        _multiply(out_RI, scale_AB)
+    elif scale_AB.shape[0] == rows:
+        _multiply(out_RI, scale_AB[first:last])
+    else:
+        for block in range(first // BLOCK, -(-last // BLOCK)):
+            some_RI = out_RI[max(0, block * BLOCK - first) : (block + 1) * BLOCK - first]
+            _multiply(some_RI, scale_AB[block : block + 1])
     return out_RI
+
+
+def _multiply(rows_RI: torch.Tensor, scale_AB: torch.Tensor) -> None:
+    """Rows by the scales of each, or of all where A is 1: one for the whole row, or one for each block of it."""
+    if scale_AB.shape[1] == 1:
+        rows_RI.mul_(scale_AB)
+        return
+    full = rows_RI.shape[1] // BLOCK
+    torch.unflatten(rows_RI[:, : full * BLOCK], 1, (full, BLOCK)).mul_(scale_AB[:, :full, None])
+    rows_RI[:, full * BLOCK :].mul_(scale_AB[:, full:])
 
 
 def _widen(packed: torch.Tensor, out: torch.Tensor) -> None:
@@ -96,12 +106,22 @@ def _widen(packed: torch.Tensor, out: torch.Tensor) -> None:
     if packed.dtype != torch.float8_e4m3fn or packed.device.type != "cpu":
         out.copy_(packed)
         return
-    # torch converts FP8 one value at a time on a CPU. Its bits, moved to where float32 has sign, exponent and mantissa,
-    # are the same number times 2 ** -120, subnormal ones too; only NaN would become 480, and is refused when it comes.
-    bits = out.view(torch.int32)
-    bits.copy_(packed.view(torch.int8))
-    bits.bitwise_left_shift_(20).bitwise_and_(-0x78000001)
-    out.mul_(2.0**120)
+    # torch converts FP8 one value at a time on a CPU. Its bits, moved to where float16 has sign, exponent and mantissa,
+    # are the same number times 2 ** -8, subnormal ones too, and float16 is widened right even where a library has made
+    # the CPU take subnormal float32 for zero. Only NaN would become 480, and is refused when it comes.
+    count, numbers = out.numel(), out.view(-1)
+    bits = numbers.view(torch.int16)[count:]
+    bits.view(packed.shape).copy_(packed.view(torch.int8))
+    bits.bitwise_left_shift_(7).bitwise_and_(-0x4001)
+    # They stand in the second half of the buffer. Numbers fill it from the front, half of what is left at a time: as
+    # far as the bits of the others.
+    first = 0
+    while first < count:
+        last = first + (count - first) // 2 if count - first > _AT_ONCE else count
+        halves = bits[first:last].view(torch.float16)
+        numbers[first:last].copy_(halves if last < count else halves.clone())
+        first = last
+    out.mul_(2.0**8)
 
 
 def unpack(weight_OI: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -181,16 +201,31 @@ class PackedLinear(nn.Module):
         """Give the layer its scales.
 
         Args:
-            scale: In one of ``scale_shapes``, in any floating dtype.
+            scale: In one of ``scale_shapes``, in any floating dtype; a copy is kept, in float32.
             name: One of ``SCALE_NAMES``.
+
+        Raises:
+            ConfigError: It has another shape or name.
         """
+        if tuple(scale.shape) not in scale_shapes(self.out_features, self.in_features) or name not in SCALE_NAMES:
+            raise ConfigError(
+                f"{name} of shape {list(scale.shape)} is none of a matrix of {self.out_features} x {self.in_features}",
+                param="scale",
+            )
         self._parameters.pop(self.scale_name, None)
         self.scale_name = name
         values = scale.to(self.weight.device, torch.float32, copy=True)
         self.register_parameter(name, nn.Parameter(values, requires_grad=False))
 
     def forward(self, x_RI: torch.Tensor) -> torch.Tensor:
-        """Multiply, (R, I) to (R, O), in the dtype of ``x``."""
+        """Multiply.
+
+        Args:
+            x_RI: Rows, in the dtype to work in, which is also that of the bias.
+
+        Returns:
+            (R, O), in the same dtype.
+        """
         return self.into(x_RI, x_RI.new_empty(x_RI.shape[0], self.out_features), 0, self.out_features)
 
     def into(self, x_RI: torch.Tensor, out_RO: torch.Tensor, first: int, last: int) -> torch.Tensor:
@@ -288,15 +323,3 @@ class Unpacked(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._state) - len(self._hidden)
-
-
-def replace(model: nn.Module, name: str, layer: nn.Module) -> None:
-    """Put a layer in the place of another.
-
-    Args:
-        model: Where it is.
-        name: Its name in the model.
-        layer: What comes there.
-    """
-    parent, _, last = name.rpartition(".")
-    setattr(model.get_submodule(parent), last, layer)

@@ -9,7 +9,9 @@ import torch
 
 from moonvit import reference
 from moonvit.attention import attend, choose_backend, make_rotary, make_spans, rotate_, row_ranges
+from moonvit.checkpoint import packable
 from moonvit.families import FAMILIES
+from tests.packing import WAYS, model_of, pack, plain, state_of, wide_config
 from tests.parity.cases import CLIPS, GATE, IMAGES, random_model, random_patches, tiny, wide
 from tests.unit.test_attention import GRIDS, RELEASED
 
@@ -107,6 +109,28 @@ def test_forward_never_waits_for_the_device(family: str, dtype: torch.dtype) -> 
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("way", WAYS)
+def test_packed_weights_give_what_their_numbers_give(way: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moonvit.plan.PACKED_VALUES", 6000)  # several blocks of narrow matrices
+    config, grids = wide_config(family), _grids(family)
+    state = pack(state_of(random_model(config)), packable(config), way)
+    expected = reference.features(plain(state), config, random_patches(grids), grids)
+    model, patches = model_of(config, state).to(CUDA), random_patches(grids).to(CUDA)
+    meta = model.prepare(grids, 96)
+    ours = model(patches, meta)
+    assert reference.max_relative_error([one.cpu() for one in ours], expected) <= GATE
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = model(patches, meta)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+    for name, tensor in model.state_dict().items():
+        if state[name].dtype.itemsize == 1:
+            assert torch.equal(tensor.cpu().view(torch.uint8), state[name].view(torch.uint8))
 
 
 def test_peak_follows_hidden_keys_and_values() -> None:

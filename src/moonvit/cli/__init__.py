@@ -18,7 +18,7 @@ import typer
 
 from moonvit.cli.plans import beside_stock, kv_tokens, show_beside, show_plan
 from moonvit.cli.tables import table
-from moonvit.errors import ConfigError, InvalidInputError, MoonvitError
+from moonvit.errors import CheckpointError, ConfigError, InvalidInputError, MoonvitError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -376,7 +376,11 @@ def _config(model: str | None) -> tuple[Any, frozenset[str]]:
 
     local = resolve(_model_path(model))
     config = read_config(local)[0]
-    return config, packed_layers(config, local)
+    try:
+        return config, packed_layers(config, local)
+    except CheckpointError as error:  # a plan needs no weights
+        typer.echo(f"moonvit: planned as if no weight were packed: {error.message}", err=True)
+        return config, frozenset()
 
 
 @app.command()
