@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from moonvit.attention import has_bfloat16, this_machine
 from moonvit.cache import WeightCache
 from moonvit.checkpoint import load_vision, read_config, resolve
 from moonvit.errors import ConfigError, EmptyInputError, GridError, ImageError, InvalidInputError, NonFiniteError
@@ -34,7 +35,7 @@ from moonvit.images import (
     picture_size,
 )
 from moonvit.model import FLOAT_DTYPES, Positions, VisionModel, as_patches, check_frames
-from moonvit.plan import POSITION_CACHE, Batch, Budget, Kept, Machine, Plan, make_plan, read_bytes
+from moonvit.plan import POSITION_CACHE, Batch, Budget, Kept, Plan, make_plan, read_bytes
 from moonvit.preprocess import DECODED_BYTES, patches_from, resize_plan
 from moonvit.sources import is_address
 
@@ -374,8 +375,6 @@ class VisionEncoder:
             raise EmptyInputError("nothing to encode: a request needs at least one picture")
         check_frames(self.config, grids)
         name = str(self.dtype).removeprefix("torch.")
-        bfloat16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        machine = Machine(self.device.type, torch.get_num_threads(), bfloat16)
         positions, features = self._positions, self._features
         kept = Kept(positions.max_bytes, tuple(positions.keys()), features.max_bytes, features.bytes)
         return make_plan(
@@ -383,7 +382,7 @@ class VisionEncoder:
             grids,
             dtype=name,
             budget=self.budget,
-            machine=machine,
+            machine=this_machine(self.device.type),
             kept=kept,
             packed=self.model.packed,
             decoded=pixels * DECODED_BYTES,
@@ -452,8 +451,7 @@ class VisionEncoder:
 def _dtype(value: torch.dtype | str, device: torch.device) -> torch.dtype:
     if value == "auto":
         # Without instructions for it, a CPU takes fifty times as long in bfloat16 as in float32.
-        on_cpu = device.type == "cpu"
-        fast = torch.ops.mkldnn._is_mkldnn_bf16_supported() if on_cpu else _bfloat16_runs(device)
+        fast = has_bfloat16() if device.type == "cpu" else _bfloat16_runs(device)
         return torch.bfloat16 if fast else torch.float32
     dtype = _DTYPES.get(value) if isinstance(value, str) else value
     if dtype not in FLOAT_DTYPES:
