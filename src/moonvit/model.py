@@ -1,7 +1,8 @@
 """MoonViT: patches in, language-model features out. One streaming tower for Kimi-VL, K2.5 and K3.
 
-``prepare`` turns grids into everything a pass needs that is not a weight: row chunks, RoPE tables, indices to merge by. It
-works on host integers and does all transfers. ``forward`` then never asks the device anything, and works in place:
+``prepare`` turns grids into everything a pass needs that is not a weight: row chunks, RoPE tables, the index of the
+merge. It works on host integers and does all transfers. ``forward`` then never asks the device anything, and works in
+place:
 
     patches_LC -> hidden_LD -> blocks -> merged_MK -> features_ME
 
