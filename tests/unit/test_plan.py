@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from functools import partial
 from typing import Any
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from moonvit.bench.measure import machine, outputs_ready, peak
+from moonvit.attention import this_machine
+from moonvit.bench.measure import peak
 from moonvit.encoder import VisionEncoder
 from moonvit.errors import BudgetError, ConfigError, EmptyInputError, GridError
 from moonvit.families import FAMILIES, VisionConfig, family_config
@@ -23,7 +24,6 @@ from moonvit.plan import (
     ROWS,
     Budget,
     Machine,
-    Plan,
     chunk_rows,
     heads_at_once,
     image_flops,
@@ -31,6 +31,7 @@ from moonvit.plan import (
     workspace_of,
 )
 from moonvit.reference import max_relative_error
+from tests.allocator import NARROW, REQUESTS, TINY, assert_held
 from tests.parity.cases import GATE
 from tests.pictures import noise
 
@@ -309,58 +310,6 @@ def test_sums() -> None:
 
 # ---- the allocator --------------------------------------------------------------------------------------------------
 
-TINY: dict[str, dict[str, Any]] = {
-    "kimi-vl": {"hidden_size": 128, "num_heads": 4, "intermediate_size": 900, "text_hidden_size": 128},
-    "kimi-k2.5": {"hidden_size": 128, "num_heads": 4, "intermediate_size": 900, "text_hidden_size": 512},
-    "kimi-k3": {"hidden_size": 128, "num_heads": 6, "qkv_size": 192, "intermediate_size": 900, "text_hidden_size": 256},
-}
-"""Widths at which what attention kernels take for themselves, some 150 KB a thread, is not the most there is."""
-
-
-def held(model: VisionModel, grids: Sequence[Grid], plan: Plan) -> int:
-    """Most bytes of one pass beyond weights, pixels and features, metadata included."""
-    patches = torch.randint(0, 256, (sum(grid.patches for grid in grids), 588), dtype=torch.uint8)
-    prepared = peak(lambda: model.prepare(grids, plan.rows, plan.groups)).kept
-    meta = model.prepare(grids, plan.rows, plan.groups)
-    with outputs_ready(model, [grid.tokens for grid in grids]):
-        return prepared + peak(lambda: model(patches, meta)).peak
-
-
-REQUESTS = {
-    "one": [Grid(1, 36, 36)],
-    "several": [Grid(1, 18, 30), Grid(1, 10, 10), Grid(1, 6, 12)],
-    "as large as the table": [Grid(1, 16, 16)],
-    "frames": [Grid(4, 12, 12)],
-    "frames and a larger image": [Grid(2, 8, 10), Grid(1, 16, 14)],
-    "smallest": [Grid(1, 2, 2)],
-}
-NARROW = {"pos_emb_height": 16, "pos_emb_width": 16, "num_layers": 2}
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-def assert_held(model: VisionModel, plan: Plan) -> None:
-    found = max(held(model, [plan.grids[index] for index in batch.indices], plan) for batch in plan.batches)
-    assert found <= plan.workspace_bytes
-    if len(plan.batches) == 1 and plan.dtype == "float32":
-        meta = model.prepare(plan.grids, plan.rows, plan.groups)
-        pixels = torch.zeros(meta.patches, 588, dtype=torch.uint8)
-        embedding = peak(lambda: model.vision_tower.patch_embed(pixels, meta)).peak
-        hidden = model.vision_tower.patch_embed(pixels, meta)
-        blocks = peak(lambda: model.vision_tower.encoder(hidden, meta)).peak
-        stages = plan.stages
-        assert embedding == pytest.approx(stages["hidden"] + max(stages["embed"], stages["positions"]), rel=0.01)
-        held_rows = stages["kv"] + stages["attended"]
-        assert blocks == pytest.approx(held_rows + max(stages["attention"], stages["chunk"]), rel=0.01)
-    # What oneDNN takes in half precision is an envelope of measurements; everything else is a sum of buffers.
-    envelope = plan.dtype != "float32" and machine().bfloat16
-    assert plan.workspace_bytes <= found * (1.10 if envelope else 1.01)
-
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -375,10 +324,10 @@ def test_the_plan_is_what_the_allocator_gives(
     model = VisionModel.empty(config, getattr(torch, dtype)).init_weights_(0)
     for number, share in ((2, 100), (1, 80), (2, 60)):
         threads(number)
-        free = make_plan(config, REQUESTS[request_], dtype=dtype, machine=machine())
+        free = make_plan(config, REQUESTS[request_], dtype=dtype, machine=this_machine())
         budget = Budget(max(1, free.workspace_bytes * share // 100))
         try:
-            plan = make_plan(config, REQUESTS[request_], dtype=dtype, machine=machine(), budget=budget)
+            plan = make_plan(config, REQUESTS[request_], dtype=dtype, machine=this_machine(), budget=budget)
         except BudgetError:
             assert share < 100
             continue
@@ -394,10 +343,10 @@ def test_random_requests_and_budgets_are_held() -> None:
     groups = set()
     for _ in range(40):
         grids = random_grids(rng, rng.randint(1, 4))
-        free = make_plan(config, grids, dtype="float32", machine=machine())
+        free = make_plan(config, grids, dtype="float32", machine=this_machine())
         budget = Budget(int(free.workspace_bytes * rng.uniform(0.6, 1.2)))
         try:
-            plan = make_plan(config, grids, dtype="float32", machine=machine(), budget=budget)
+            plan = make_plan(config, grids, dtype="float32", machine=this_machine(), budget=budget)
         except BudgetError:
             continue
         groups.add(plan.groups)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moonvit.attention import this_machine as machine
 from moonvit.checkpoint import check_vision, load_tensors, load_vision, packable, packed_layers, save_vision
 from moonvit.compare import GATE, compare
 from moonvit.encoder import VisionEncoder
@@ -19,8 +20,8 @@ from moonvit.model import VisionModel
 from moonvit.plan import PACKED_VALUES, Budget, make_plan, packed_rows
 from moonvit.quantised import PACKED_DTYPES, PackedLinear, Unpacked, row_scales, scale_shapes, unpack
 from moonvit.reference import features, max_relative_error
+from tests.allocator import NARROW, REQUESTS, TINY, assert_held
 from tests.parity.cases import IMAGES, random_model, random_patches, tiny
-from tests.unit.test_plan import NARROW, REQUESTS, TINY, assert_held, machine, threads  # noqa: F401
 
 Tensors = dict[str, torch.Tensor]
 Pack = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -373,7 +374,7 @@ def test_the_plan_counts_what_is_unpacked(
     name: str,
     values: int,
     dtype: str,
-    threads: Callable[[int], None],  # noqa: F811
+    threads: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("moonvit.plan.PACKED_VALUES", values)
