@@ -430,7 +430,7 @@ def test_room_that_is_not_made_for_these_images_is_refused(model: VisionModel) -
     patches, meta = random_patches(IMAGES), model.prepare(IMAGES)
     room = model(patches, meta)
     for wrong in ([], room[:-1], [*room[:-1], room[-1][:-1]]):
-        with pytest.raises(InvalidInputError, match="out has shapes .* these images give") as caught:
+        with pytest.raises(InvalidInputError, match=r"out has shapes .* these images give") as caught:
             model(patches, meta, out=wrong)
         assert caught.value.param == "out"
     for dtype, wrong, said in (
