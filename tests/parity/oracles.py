@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from moonvit.bench import rivals
 from moonvit.bench.rivals import load_transformers as load_transformers
 from moonvit.bench.rivals import write_k25_checkpoint as write_k25_checkpoint
 from moonvit.families import VisionConfig
@@ -25,13 +24,15 @@ from moonvit.families import VisionConfig
 Grids = Sequence[tuple[int, int, int]]
 
 
+@torch.no_grad()
 def transformers_features(model: Any, patches: torch.Tensor, grids: Grids) -> list[torch.Tensor]:
-    """Features of transformers' tower and projector, one image per call."""
+    """Features of transformers' tower and projector, one image per call; its own call for both takes no clips."""
     results, start = [], 0
     for t, h, w in grids:
         pixels = patches[start : start + t * h * w].view(-1, 3, 14, 14)
         start += t * h * w
-        results += rivals.transformers_features(model, pixels, torch.tensor([(t, h, w)]))
+        merged = model.model.vision_tower(pixels, grid_thw=torch.tensor([(t, h, w)])).pooler_output
+        results.append(model.model.mm_projector(merged).flatten(0, 1))
     return results
 
 
