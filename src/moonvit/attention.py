@@ -137,8 +137,8 @@ class Turned(NamedTuple):
     """One image of a pack, as RoPE sees it.
 
     Attributes:
-        start: Its first patch.
-        stop: The patch after its last.
+        start: Row of the pack of its first patch.
+        stop: Row after its last.
         first: Row of the tables where its columns begin; its rows follow them.
         h: Patch rows.
         w: Patch columns.
@@ -261,6 +261,23 @@ def choose_backend(device: torch.device, dtype: torch.dtype) -> Backend:
     return "sdpa"
 
 
+def has_bfloat16() -> bool:
+    """Whether the CPU has instructions for bfloat16, as torch itself asks before it uses oneDNN."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def this_machine(device: str = "cpu") -> Machine:
+    """This machine, as plans want it.
+
+    Args:
+        device: Type of the device.
+
+    Returns:
+        Threads, and whether the CPU has instructions for bfloat16.
+    """
+    return Machine(device, torch.get_num_threads(), has_bfloat16())
+
+
 def packs_keys(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel of ``sdpa`` copies keys and values for every call.
 
@@ -272,23 +289,6 @@ def packs_keys(device: torch.device, dtype: torch.dtype) -> bool:
         True for bfloat16 on CPUs with instructions for it.
     """
     return device.type == "cpu" and dtype == torch.bfloat16 and has_bfloat16()
-
-
-def has_bfloat16() -> bool:
-    """Whether this CPU has instructions for bfloat16."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def this_machine(device: str = "cpu") -> Machine:
-    """This machine, as plans want it.
-
-    Args:
-        device: Type of the device.
-
-    Returns:
-        With the threads torch has now.
-    """
-    return Machine(device, torch.get_num_threads(), has_bfloat16())
 
 
 def attend(

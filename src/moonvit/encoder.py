@@ -451,8 +451,7 @@ class VisionEncoder:
 def _dtype(value: torch.dtype | str, device: torch.device) -> torch.dtype:
     if value == "auto":
         # Without instructions for it, a CPU takes fifty times as long in bfloat16 as in float32.
-        on_cpu = device.type == "cpu"
-        fast = has_bfloat16() if on_cpu else _bfloat16_runs(device)
+        fast = has_bfloat16() if device.type == "cpu" else _bfloat16_runs(device)
         return torch.bfloat16 if fast else torch.float32
     dtype = _DTYPES.get(value) if isinstance(value, str) else value
     if dtype not in FLOAT_DTYPES:

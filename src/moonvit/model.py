@@ -1,7 +1,8 @@
 """MoonViT: patches in, language-model features out. One streaming tower for Kimi-VL, K2.5 and K3.
 
-``prepare`` turns grids into everything a pass needs that is not a weight: row chunks, RoPE tables, gather indices. It
-works on host integers and does all transfers. ``forward`` then never asks the device anything, and works in place:
+``prepare`` turns grids into everything a pass needs that is not a weight: row chunks, RoPE tables, the index of the
+merge. It works on host integers and does all transfers. ``forward`` then never asks the device anything, and works in
+place:
 
     patches_LC -> hidden_LD -> blocks -> merged_MK -> features_ME
 
@@ -20,7 +21,7 @@ H head dimension, M merged tokens, K = 4D, E language width, T frames.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -134,7 +135,10 @@ class RMSNorm(nn.RMSNorm):
 
         Args:
             x: The rows.
-            out: Where the result goes, in any floating dtype; may be ``x`` itself.
+            out: Where the result goes, in any floating dtype; may be ``x`` itself. None makes room.
+
+        Returns:
+            ``out``, or (R, D) in the dtype of ``x``.
         """
         if x.device.type != "cpu":
             normed: torch.Tensor = super().forward(x)
@@ -652,26 +656,37 @@ class VisionModel(nn.Module):
         )
 
     @torch.no_grad()
-    def forward(self, patches_LC: torch.Tensor, meta: Metadata, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    def forward(
+        self,
+        patches_LC: torch.Tensor,
+        meta: Metadata,
+        dtype: torch.dtype | None = None,
+        out: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
         """Encode one pack of images. Inference only: it works in place and keeps nothing for a backward pass.
 
         Args:
             patches_LC: (L, 588) or (L, 3, 14, 14) on the model's device, images one behind the other; uint8 pixels, or
                 normalised floats.
             meta: What ``prepare`` made for these images.
-            dtype: Dtype of the features; None is the projector's.
+            dtype: Dtype of the features; None is the projector's, or that of ``out``.
+            out: Where the features of each image go: (M, E) in any floating dtype, on the model's device. None makes
+                room for each image when its turn comes.
 
         Returns:
-            features_ME of each image, in order, each with storage of its own.
+            features_ME of each image, in order, each with storage of its own; or the tensors of ``out``.
 
         Raises:
-            InvalidInputError: The model is in training mode, or the patches are neither uint8 nor floating.
+            InvalidInputError: The model is in training mode, the patches are neither uint8 nor floating, or ``out`` is
+                not made for these images.
             GridError: The patches are not those of the grids.
         """
         if self.training:
             raise InvalidInputError(
                 "this forward is inference-only and works in place; call model.eval() first", param="training"
             )
+        if out is not None:
+            self._check_out(out, meta, dtype)
         tower, projector = self.vision_tower, self.projector
         if meta.positions is not None:
             meta.positions.watch([tower.patch_embed.pos_emb.weight], self.moves)
@@ -679,9 +694,9 @@ class VisionModel(nn.Module):
         tower.encoder(hidden_LD, meta)
 
         features, token = [], 0
-        for grid in meta.grids:
+        for image, grid in enumerate(meta.grids):
             index_M4 = meta.merge_index_M4[token : token + grid.tokens]
-            features_ME = self._new_features(grid.tokens, dtype)
+            features_ME = self._new_features(grid.tokens, dtype) if out is None else out[image]
             for start, stop in row_ranges(grid.tokens, min(meta.rows, TOKEN_ROWS)):
                 projector(tower.encoder.merge(hidden_LD, index_M4[start:stop], grid), features_ME[start:stop])
             features.append(features_ME)
@@ -707,6 +722,18 @@ class VisionModel(nn.Module):
         for start, stop in row_ranges(merged_MK.shape[0], rows):
             self.projector(merged_MK[start:stop].flatten(1), features_ME[start:stop])
         return features_ME
+
+    def _check_out(self, out: Sequence[torch.Tensor], meta: Metadata, dtype: torch.dtype | None) -> None:
+        shapes = [(grid.tokens, self.config.text_hidden_size) for grid in meta.grids]
+        if [tuple(each.shape) for each in out] != shapes:
+            raise InvalidInputError(
+                f"out has shapes {[tuple(each.shape) for each in out]}, these images give {shapes}", param="out"
+            )
+        for each in out:
+            if each.device != self.device or not each.is_floating_point() or each.dtype != (dtype or each.dtype):
+                raise InvalidInputError(
+                    f"out is {each.dtype} on {each.device}: expected {dtype or 'floats'} on {self.device}", param="out"
+                )
 
     def _new_features(self, tokens: int, dtype: torch.dtype | None) -> torch.Tensor:
         width = self.config.text_hidden_size

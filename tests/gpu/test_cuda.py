@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from moonvit import reference
-from moonvit.attention import attend, choose_backend, make_rotary, make_spans, rotate_, row_ranges
+from moonvit.attention import attend, choose_backend, make_rotary, make_spans, rotate_, row_ranges, this_machine
+from moonvit.bench.measure import peak, room_for, run_plan
 from moonvit.checkpoint import packable
 from moonvit.families import FAMILIES
+from moonvit.grids import Grid
+from moonvit.plan import make_plan
 from tests.packing import WAYS, model_of, pack, plain, state_of, wide_config
 from tests.parity.cases import CLIPS, GATE, IMAGES, random_model, random_patches, tiny, wide
 from tests.unit.test_attention import GRIDS, RELEASED
@@ -148,3 +152,17 @@ def test_peak_follows_hidden_keys_and_values() -> None:
     whole = 2 * 16384 * (config.hidden_size + 2 * config.qkv_size)
     a_chunk = rows * (8 * config.qkv_size * 4 + 4 * config.intermediate_size * 2)
     assert peak <= whole + a_chunk + features[0].nbytes
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plan_is_what_the_allocator_gives(family: str, dtype: str) -> None:
+    """Within 2 % and the allocator's rounding to 512 bytes; what libraries keep was there before."""
+    model = random_model(wide(family), getattr(torch, dtype)).to(CUDA)
+    for grids in ([Grid(1, 128, 128)], [Grid(1, 36, 36)] * 3):
+        plan = make_plan(model.config, grids, dtype=dtype, machine=this_machine("cuda"))
+        pixels = torch.zeros(plan.patches, 588, dtype=torch.uint8, device=CUDA)
+        work = partial(run_plan, model, pixels, plan, out=room_for(model, plan))
+        work()
+        found = peak(work, "cuda").peak
+        assert abs(found - plan.workspace_bytes) <= 0.02 * plan.workspace_bytes + 512 * len(plan.stages)

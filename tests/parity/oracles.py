@@ -26,7 +26,7 @@ Grids = Sequence[tuple[int, int, int]]
 
 @torch.no_grad()
 def transformers_features(model: Any, patches: torch.Tensor, grids: Grids) -> list[torch.Tensor]:
-    """Features of transformers' tower and projector, one image per call."""
+    """Features of transformers' tower and projector, one image per call; its own call for both takes no clips."""
     results, start = [], 0
     for t, h, w in grids:
         pixels = patches[start : start + t * h * w].view(-1, 3, 14, 14)

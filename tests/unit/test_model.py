@@ -413,6 +413,35 @@ def test_features_come_in_the_dtype_asked_for(model: VisionModel, computed: torc
     assert all(torch.equal(a.to(asked), b) for a, b in zip(own, cast, strict=True))
 
 
+@pytest.mark.parametrize("asked", [torch.float32, torch.bfloat16])
+def test_features_go_where_they_are_wanted(model: VisionModel, asked: torch.dtype) -> None:
+    patches, meta = random_patches(IMAGES), model.prepare(IMAGES)
+    expected = model(patches, meta, asked)
+    room = [torch.full_like(features, torch.nan) for features in expected]
+    given = model(patches, meta, out=room)
+    assert all(a is b for a, b in zip(given, room, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+    whole = torch.empty(sum(len(features) for features in expected), room[0].shape[1], dtype=asked)
+    model(patches, meta, out=torch.split(whole, [len(features) for features in expected]))
+    assert torch.equal(whole, torch.cat(expected))
+
+
+def test_room_that_is_not_made_for_these_images_is_refused(model: VisionModel) -> None:
+    patches, meta = random_patches(IMAGES), model.prepare(IMAGES)
+    room = model(patches, meta)
+    for wrong in ([], room[:-1], [*room[:-1], room[-1][:-1]]):
+        with pytest.raises(InvalidInputError, match=r"out has shapes .* these images give") as caught:
+            model(patches, meta, out=wrong)
+        assert caught.value.param == "out"
+    for dtype, wrong, said in (
+        (torch.bfloat16, room, r"out is torch\.float32 on cpu: expected torch\.bfloat16 on cpu"),
+        (None, [one.to("meta") for one in room], "on meta: expected floats on cpu"),
+        (None, [one.int() for one in room], r"torch\.int32 on cpu: expected floats"),
+    ):
+        with pytest.raises(InvalidInputError, match=said):
+            model(patches, meta, dtype, wrong)
+
+
 def test_a_projector_may_compute_in_another_dtype_than_its_tower(model: VisionModel) -> None:
     patches, meta = random_patches(IMAGES), model.prepare(IMAGES)
     plain = model(patches, meta)

@@ -3,14 +3,15 @@
 ``peak`` replays what torch's allocator gave out and took back. Two modes make work measurable that a machine is too
 slow for: ``ProductsLeftOut`` runs everything for real but matrix products and attention, whose results are zeros;
 ``Ledger`` counts fake tensors, which have no memory at all.
+
+Shape suffixes: those of ``model.py``.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -20,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from moonvit.model import VisionModel
-from moonvit.plan import Machine
+from moonvit.model import Positions, VisionModel
+from moonvit.plan import Plan
 
 
 class Bytes(NamedTuple):
@@ -69,35 +70,77 @@ def _cuda_peak(work: Callable[[], Any], device: str) -> Bytes:
     return counted
 
 
-def machine(device: str = "cpu") -> Machine:
-    """This machine, as plans want it.
+def peak_without_products(work: Callable[[], Any]) -> Bytes:
+    """Run some work on the CPU, products left out, and count what it allocates.
 
     Args:
-        device: Type of the device.
+        work: As for ``peak``.
 
     Returns:
-        Threads, and whether the CPU has instructions for bfloat16.
+        The count, without what kernels of products take for themselves.
     """
-    return Machine(device, torch.get_num_threads(), bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()))
+    with ProductsLeftOut():  # type: ignore[no-untyped-call]
+        return peak(work)
 
 
-@contextmanager
-def outputs_ready(model: VisionModel, tokens: Sequence[int]) -> Iterator[None]:
-    """Make room for features beforehand, so that what is counted inside is workspace alone.
+def peak_of_fakes(work: Callable[[], Any]) -> Bytes:
+    """Run some work on fake tensors and count what it would allocate.
+
+    Args:
+        work: As for ``peak``.
+
+    Returns:
+        The count, without what kernels take for themselves.
+    """
+    with Ledger() as ledger:
+        result = work()
+        kept = ledger.live
+    del result
+    return Bytes(ledger.peak, kept)
+
+
+def run_plan(
+    model: VisionModel,
+    patches_LC: torch.Tensor,
+    plan: Plan,
+    positions: Positions | None = None,
+    out: Sequence[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """Every pass of a plan, one after the other, as an encoder makes them.
+
+    Args:
+        model: Tower and projector.
+        patches_LC: (L, 588) of all images, on the model's device.
+        plan: What ``make_plan`` made for them.
+        positions: Where position tables are kept; None keeps none.
+        out: Where the features of each image go, as ``forward`` takes it; what is allocated is then workspace.
+
+    Returns:
+        features_ME of each image, in order.
+    """
+    features: list[torch.Tensor] = []
+    start = 0
+    for batch in plan.batches:
+        grids = [plan.grids[index] for index in batch.indices]
+        meta = model.prepare(grids, plan.rows, plan.groups, positions)
+        room = None if out is None else [out[index] for index in batch.indices]
+        features += model(patches_LC[start : start + batch.patches], meta, out=room)
+        start += batch.patches
+    return features
+
+
+def room_for(model: VisionModel, plan: Plan) -> list[torch.Tensor]:
+    """Room for the features of a request.
 
     Args:
         model: Whose features.
-        tokens: Of each image that will be encoded, in order.
+        plan: Of the request.
 
-    Yields:
-        Nothing; the model is as before afterwards.
+    Returns:
+        (M, E) of each image, not filled, in the dtype of the projector.
     """
-    buffers = iter([model._new_features(count, None) for count in tokens])
-    model._new_features = lambda tokens, dtype: next(buffers)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del model._new_features
+    width, dtype = model.config.text_hidden_size, model.projector.dtype
+    return [torch.empty(grid.tokens, width, dtype=dtype, device=model.device) for grid in plan.grids]
 
 
 def resident() -> int | None:

@@ -1,32 +1,53 @@
-"""What a benchmark says: one JSON document of one shape, a table for a page, a picture."""
+"""What a benchmark says: rows, one JSON document of one shape, a table for a page, a picture."""
 
 from __future__ import annotations
 
 import json
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from moonvit.bench.memory import OURS, Row
-from moonvit.errors import MissingDependencyError
+from moonvit.attention import has_bfloat16
+from moonvit.errors import InvalidInputError, MissingDependencyError
 
 PACKAGES = ("moonvit", "torch", "numpy", "transformers")
 BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
-COMPARED = ("peak", "workspace", "kept after the request")
-"""Metrics whose ratios mean something: the others are the same for all, or no rival has them."""
+OURS = "moonvit"
+PLAN = "moonvit's plan"
+"""What ours was said to take beforehand."""
 
 
-def document(name: str, rows: Sequence[Row]) -> dict[str, Any]:
+class Row(NamedTuple):
+    """One number.
+
+    Attributes:
+        case: What was done.
+        who: By whom.
+        metric: What was counted.
+        value: How much.
+        unit: Of what.
+    """
+
+    case: str
+    who: str
+    metric: str
+    value: float
+    unit: str = "bytes"
+
+
+def document(name: str, rows: Sequence[Row], compared: Collection[str]) -> dict[str, Any]:
     """The JSON document of a benchmark.
 
     Args:
         name: Of the benchmark.
         rows: What it measured.
+        compared: Metrics whose ratios mean something.
 
     Returns:
         ``bench``, ``machine``, ``rows``, and ``ratios`` of ours to each rival.
@@ -35,15 +56,16 @@ def document(name: str, rows: Sequence[Row]) -> dict[str, Any]:
         "bench": name,
         "machine": describe_machine(),
         "rows": [row._asdict() for row in rows],
-        "ratios": ratios(rows),
+        "ratios": ratios(rows, compared),
     }
 
 
-def ratios(rows: Sequence[Row]) -> dict[str, float]:
+def ratios(rows: Sequence[Row], compared: Collection[str]) -> dict[str, float]:
     """Ours over each rival, for every case and metric that both have.
 
     Args:
         rows: What was measured.
+        compared: Metrics whose ratios mean something.
 
     Returns:
         Ratios by ``case: metric, against rival``.
@@ -52,7 +74,7 @@ def ratios(rows: Sequence[Row]) -> dict[str, float]:
     return {
         f"{row.case}: {row.metric}, against {row.who}": round(ours[row.case, row.metric] / row.value, 6)
         for row in rows
-        if row.who != OURS and row.metric in COMPARED and (row.case, row.metric) in ours and row.value
+        if row.who != OURS and row.metric in compared and (row.case, row.metric) in ours and row.value
     }
 
 
@@ -62,7 +84,7 @@ def describe_machine() -> dict[str, Any]:
         "system": platform.system(),
         "cpu": _cpu(),
         "threads": torch.get_num_threads(),
-        "bfloat16_instructions": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
+        "bfloat16_instructions": has_bfloat16(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -96,6 +118,7 @@ def _commit() -> str | None:
         return done.stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # an environment may lie in somebody else's repository
         return git("rev-parse", "HEAD") + ("-changed" if git("status", "--porcelain", "-uno") else "")
     except (OSError, subprocess.SubprocessError):
         return None
@@ -147,40 +170,77 @@ def markdown(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_docs(found: dict[str, Any], folder: Path) -> None:
+def check_docs(name: str, folder: Path) -> None:
+    """Refuse a folder that ``write_docs`` cannot write to, before anything is measured for it.
+
+    Args:
+        name: Of the benchmark.
+        folder: Where ``<name>.md`` stands.
+
+    Raises:
+        InvalidInputError: There is no such page, or it has no place for the tables.
+        MissingDependencyError: matplotlib is not installed.
+    """
+    page = folder / f"{name}.md"
+    if not page.is_file():
+        raise InvalidInputError(f"{page} is not there, so no tables can be written into it", param="docs")
+    text = page.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise InvalidInputError(f"{page} has no place for tables between {BEGIN} and {END}", param="docs")
+    check_plot()
+
+
+def write_docs(found: dict[str, Any], folder: Path, metric: str, title: str) -> None:
     """Write the document and its picture, and the tables into the page between their marks.
 
     Args:
         found: What ``document`` made.
         folder: Where ``<bench>.md`` stands.
+        metric: As for ``plot``.
+        title: As for ``plot``.
+
+    Raises:
+        InvalidInputError: As for ``check_docs``.
+        MissingDependencyError: matplotlib is not installed.
     """
     name = found["bench"]
+    check_docs(name, folder)
     (folder / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    plot(found, folder / f"{name}.png")
+    plot(found, folder / f"{name}.png", metric, title)
     page = folder / f"{name}.md"
     before, rest = page.read_text().split(BEGIN)
     page.write_text(f"{before}{BEGIN}\n{markdown(found)}\n{END}{rest.split(END)[1]}")
 
 
-def plot(found: dict[str, Any], file: Path) -> None:
-    """Draw peaks of ours and of rivals, a panel for each case, each on a scale of its own.
-
-    Args:
-        found: What ``document`` made.
-        file: The PNG.
+def check_plot() -> None:
+    """Say what a plot needs, before anything is measured for it.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingDependencyError("a plot needs matplotlib: pip install matplotlib") from None
+    if find_spec("matplotlib") is None:
+        raise MissingDependencyError("a plot needs matplotlib: pip install matplotlib")
+
+
+def plot(found: dict[str, Any], file: Path, metric: str, title: str) -> None:
+    """Draw one metric of ours and of rivals in MiB, a panel for each case, each on a scale of its own.
+
+    Args:
+        found: What ``document`` made.
+        file: The PNG.
+        metric: Which; its unit is bytes. Nothing is drawn where no case has it of two.
+        title: What it is.
+
+    Raises:
+        MissingDependencyError: matplotlib is not installed.
+    """
+    check_plot()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     panels: dict[str, list[tuple[str, float]]] = {}
     for row in (Row(**row) for row in found["rows"]):
-        if row.metric == "peak":
+        if row.metric == metric and row.who != PLAN:
             panels.setdefault(row.case, []).append((row.who, row.value))
     panels = {case: bars for case, bars in panels.items() if len(bars) > 1}
     if not panels:
@@ -188,7 +248,6 @@ def plot(found: dict[str, Any], file: Path) -> None:
     heights = [len(bars) + 1.0 for bars in panels.values()]
     figure = Figure(figsize=(9.0, 0.24 * sum(heights) + 0.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    title = "Peak memory beyond weights and inputs, MiB; each panel has a scale of its own"
     figure.suptitle(title, fontsize=10.5, fontweight="bold", x=0.01, ha="left")
     axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
     for axis, (case, bars) in zip(axes, panels.items(), strict=True):

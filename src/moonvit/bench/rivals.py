@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from moonvit.attention import rotate_, row_ranges
-from moonvit.families import VisionConfig
+from moonvit.checkpoint import save_tensors
+from moonvit.families import VisionConfig, config_dicts
 from moonvit.grids import Grid
 from moonvit.model import Block, Projector, VisionModel
 
@@ -89,7 +90,7 @@ def project(projector: Projector, merged_MK: torch.Tensor, rank: int = 0, ranks:
 
     Args:
         projector: Its weights.
-        merged_MK: Merged patches.
+        merged_MK: Merged patches (M, 4D).
         rank: Which part of the inner width.
         ranks: In how many parts it is cut.
 
@@ -148,11 +149,11 @@ def whole_request(model: VisionModel, patches_LC: torch.Tensor, grids: Sequence[
 
     Args:
         model: Its weights.
-        patches_LC: uint8 pixels.
+        patches_LC: uint8 pixels (L, 588).
         grids: Images.
 
     Returns:
-        Features of each image, views of one storage.
+        Features (M, E) of each image, views of one storage.
     """
     tower, meta = model.vision_tower, model.prepare(grids)
     embed = tower.patch_embed
@@ -202,18 +203,12 @@ def k25_config_dict(config: VisionConfig) -> dict[str, Any]:
 
     Returns:
         JSON-able values.
+
+    Raises:
+        ConfigError: The configuration has a value that these files have no field for.
     """
-    sizes = {
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-    }
-    sides = {
-        "pos_emb_height": config.pos_emb_height,
-        "pos_emb_width": config.pos_emb_width,
-        "pos_emb_time": config.pos_emb_time,
-    }
+    vision = config_dicts(config)[0]["vision_config"]
+    plain = {name.removeprefix("vt_").removeprefix("init_"): value for name, value in vision.items()}
     return {
         "architectures": ["KimiK25ForConditionalGeneration"],
         "model_type": "kimi_k25",
@@ -221,18 +216,7 @@ def k25_config_dict(config: VisionConfig) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "media_placeholder_token_id": 60,
         "projection_hidden_size": config.hidden_size,
-        "vision_config": {
-            **sizes,
-            **{f"vt_{name}": value for name, value in sizes.items()},
-            **sides,
-            **{f"init_{name}": value for name, value in sides.items()},
-            "merge_kernel_size": [2, 2],
-            "patch_size": 14,
-            "text_hidden_size": config.text_hidden_size,
-            "mm_hidden_size": config.hidden_size,
-            "mm_projector_type": "patchmerger",
-            "projector_ln_eps": 1e-5,
-        },
+        "vision_config": plain | vision,
         "text_config": {
             "model_type": "kimi_k2",
             "hidden_size": config.text_hidden_size,
@@ -269,7 +253,6 @@ def write_k25_checkpoint(state: Mapping[str, torch.Tensor], config: VisionConfig
         config: The vision part.
         directory: Where to; made if need be.
     """
-    from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -277,8 +260,7 @@ def write_k25_checkpoint(state: Mapping[str, torch.Tensor], config: VisionConfig
     make: Any = AutoModelForCausalLM.from_config
     text = make(AutoConfig.from_pretrained(directory).text_config)
     tensors = {f"language_model.{name}": tensor.clone() for name, tensor in text.state_dict().items()}
-    tensors |= {name: tensor.contiguous() for name, tensor in state.items()}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    save_tensors({**tensors, **state}, directory / "model.safetensors", {"format": "pt"})
 
 
 def load_transformers(directory: Path, dtype: str = "float32") -> Any:

@@ -506,21 +506,26 @@ def memory(
     """
     if quick and full:
         raise InvalidInputError("--quick and --full exclude each other", param="quick")
-    for file in (plot, docs / "memory.json" if docs is not None else None):
-        if file is not None and not file.parent.is_dir():
-            raise InvalidInputError(f"{file} cannot be written: there is no directory {file.parent}", param="plot")
+    if plot is not None and not plot.parent.is_dir():
+        raise InvalidInputError(f"{plot} cannot be written: there is no directory {plot.parent}", param="plot")
     from moonvit.bench import report
-    from moonvit.bench.memory import run
+    from moonvit.bench.memory import COMPARED, DRAWN, TITLE, run
 
-    rows = run(cases.split(","), "quick" if quick else "full" if full else "usual")
-    found = report.document("memory", rows)
+    # Everything that could fail afterwards is tried before an hour is spent.
     if plot is not None:
-        report.plot(found, plot)
+        report.check_plot()
     if docs is not None:
-        report.write_docs(found, docs)
+        report.check_docs("memory", docs)
+    letters = [letter.strip() for letter in cases.split(",")]
+    rows = run(letters, "quick" if quick else "full" if full else "usual")
+    found = report.document("memory", rows, COMPARED)
     if not as_json:
         table("memory", ["case", "who", "metric", "value", "unit"], report.cells(rows), right=3)
     _print_json(found)
+    if plot is not None:
+        report.plot(found, plot, DRAWN, TITLE)
+    if docs is not None:
+        report.write_docs(found, docs, DRAWN, TITLE)
 
 
 @app.command()
