@@ -1,7 +1,7 @@
 """The model families as data: one frozen ``VisionConfig`` and one row per family, read from every config dialect.
 
 Three generations of the tower differ in a handful of fields, so they are rows of a table here and one model in
-``model.py``. Values: the released ``config.json`` and ``preprocessor_config.json`` files of Kimi-VL-A3B, Kimi-K2.5
+``moonvit.model``. Values: the released ``config.json`` and ``preprocessor_config.json`` files of Kimi-VL-A3B, Kimi-K2.5
 and Kimi-K3; what those files leave to the modelling code (norm epsilon, RoPE base, GELU flavour) is stated here.
 """
 

@@ -1,4 +1,4 @@
-"""A slow tower and projector from the published formulas alone: what ``model.py`` must equal, sharing nothing with it.
+"""A slow tower and projector from the published formulas alone: what ``model`` must equal, sharing nothing with it.
 
 Full position tables, full score matrices, explicit softmax, plain complex numbers, one image at a time. In float64 it
 is what every other implementation is held against; in float32, bfloat16 or float16 it is "plain PyTorch in that dtype",

@@ -118,7 +118,7 @@ def test_forward_never_waits_for_the_device(family: str, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("way", WAYS)
 def test_packed_weights_give_what_their_numbers_give(way: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moonvit.plan.PACKED_VALUES", 6000)  # several blocks of narrow matrices
+    monkeypatch.setattr("moonvit.plan.chunks.PACKED_VALUES", 6000)  # several blocks of narrow matrices
     config, grids = wide_config(family), _grids(family)
     state = pack(state_of(random_model(config)), packable(config), way)
     expected = reference.features(plain(state), config, random_patches(grids), grids)

@@ -37,7 +37,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.fixture
 def few_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of some rows, so that narrow matrices have several."""
-    monkeypatch.setattr("moonvit.plan.PACKED_VALUES", 6000)
+    monkeypatch.setattr("moonvit.plan.chunks.PACKED_VALUES", 6000)
 
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
@@ -436,7 +436,7 @@ def test_the_plan_counts_what_is_unpacked(
     threads: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("moonvit.plan.PACKED_VALUES", values)
+    monkeypatch.setattr("moonvit.plan.chunks.PACKED_VALUES", values)
     config = family_config(name, **NARROW, **TINY[name])
     state = state_of(random_model(config))
     layers = list(packable(config))

@@ -4,7 +4,7 @@
 slow for: ``ProductsLeftOut`` runs everything for real but matrix products and attention, whose results are zeros;
 ``Ledger`` counts fake tensors, which have no memory at all.
 
-Shape suffixes: those of ``model.py``.
+Shape suffixes: those of ``moonvit.model``.
 """
 
 from __future__ import annotations

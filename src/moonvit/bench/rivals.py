@@ -5,7 +5,7 @@ request was bounded; ``whole_request`` is a tower that takes all images of a req
 our in-place rotary kernel, position table and norms, so that nothing but the order of work differs. transformers runs
 as it is.
 
-Shape suffixes: those of ``model.py``; G patches of a grid.
+Shape suffixes: those of ``moonvit.model``; G patches of a grid.
 """
 
 from __future__ import annotations
