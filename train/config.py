@@ -52,7 +52,7 @@ def demo_config() -> dict[str, Any]:
             "hidden_size": 192,
             "intermediate_size": 512,
             "moe_intermediate_size": 96,
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 6,
             "num_attention_heads": 3,
             "num_key_value_heads": 3,
             "n_routed_experts": 4,

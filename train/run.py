@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import signal
 import time
 from pathlib import Path
@@ -103,10 +104,12 @@ class Trainer:
             self.adam.load_state_dict(saved["adam"])
             self.pictures, self.steps, self.spent = saved["pictures"], saved["steps"], saved["spent"]
         elif start is not None:
-            weights = load_file(start / SHARD)
+            weights = spread_layers(load_file(start / SHARD), len(self.model.language_model.model.layers))
             for name, value in [*zip(names, self.masters, strict=True), *self._buffers()]:
-                if not name.startswith("head."):
+                if name in weights:
                     value.copy_(weights[name])
+                elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                    value.zero_()
             self.pictures = STAGES[-1][0]
         self._publish()
         # Fused on the CPU a step takes two thirds of the time; the first one takes a minute and a half.
@@ -259,6 +262,21 @@ def _orthogonal(grad: Tensor, coefficients: tuple[float, float, float], steps: i
 
 if DTYPE is torch.float32:
     _muon._zeropower_via_newtonschulz = _orthogonal
+
+
+def spread_layers(weights: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
+    """Number the decoder layers of a checkpoint anew, so that further ones find room between and behind them.
+
+    Args:
+        weights: Tensors under official names.
+        layers: How many layers there will be.
+
+    Returns:
+        The same tensors; the first layer stays the first.
+    """
+    layer = re.compile(r"(language_model\.model\.layers\.)(\d+)\.")
+    old = 1 + max(int(found[2]) for found in map(layer.match, weights) if found)
+    return {layer.sub(lambda m: f"{m[1]}{int(m[2]) * layers // old}.", name): value for name, value in weights.items()}
 
 
 def normalised(patches: Tensor) -> Tensor:

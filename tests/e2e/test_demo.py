@@ -34,6 +34,11 @@ def answer(client: openai.OpenAI, *content: object) -> str:
     return text.strip().strip(".").lower()
 
 
+def test_it_is_small_enough_to_ship() -> None:
+    files = [path for path in default_model().rglob("*") if path.is_file()]
+    assert 0 < sum(path.stat().st_size for path in files) <= 24_000_000
+
+
 @pytest.mark.parametrize(
     ("picture", "question", "expected"),
     [
