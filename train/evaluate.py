@@ -94,11 +94,14 @@ async def run(options: argparse.Namespace) -> dict[str, object]:
     asked: Counter[str] = Counter()
     drawn = questions(options.seed, options.pictures)
     sized: Counter[tuple[int, bool]] = Counter()
+    several: Counter[tuple[int, bool]] = Counter()
     blind = []
     for number, (sample, turn) in enumerate(drawn):
         said = await answer(engine, sample, turn)
         asked[turn.kind] += 1
         right[turn.kind] += said == turn.answer
+        if turn.kind == "multi":
+            several[len(sample.images), said == turn.answer] += 1
         longest = max(side for image in sample.images for side in image.size)
         sized[next(most for most in SIDES if longest <= most), said == turn.answer] += 1
         if number % BLIND == 0:
@@ -116,6 +119,7 @@ async def run(options: argparse.Namespace) -> dict[str, object]:
         "seed": options.seed,
         "accuracy": round(sum(right.values()) / sum(asked.values()), 4),
         "kinds": {kind: round(right[kind] / asked[kind], 4) for kind in KINDS if asked[kind]},
+        "multi_of": {str(n): _share(several[n, True], several[n, False]) for n in sorted({n for n, _ in several})},
         "sides": {str(most): _share(sized[most, True], sized[most, False]) for most in SIDES},
         "without_pictures": _share(sum(blind), len(blind) - sum(blind)),
     }

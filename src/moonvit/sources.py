@@ -226,7 +226,8 @@ def fetch_bytes(url: str, policy: FetchPolicy | None, limits: Limits = DEFAULT_L
         MissingDependencyError: ``httpx`` is not installed.
     """
     if policy is None:
-        raise failure(MediaFetchError, index, "http(s) addresses are not fetched here; send the picture as a data: URL")
+        why = "http(s) addresses are not fetched here, as no host is allowed; send the picture as a data: URL"
+        raise failure(MediaFetchError, index, why)
     try:
         import httpx
     except ImportError:

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 
+from moonvit import __version__ as moonvit_version
 from moonvit import cli, errors
 from moonvit.cli.plans import kv_tokens
 from moonvit.engines import default_model
@@ -52,6 +53,11 @@ def test_every_command_explains_itself(command: str) -> None:
     done = moonvit(command, "--help")
     assert done.returncode == 0 and "Usage" in done.stdout and len(done.stdout.splitlines()) > 5
     assert ("--json" in done.stdout) == (command not in ("serve", "bench"))
+
+
+def test_it_says_its_version() -> None:
+    done = moonvit("--version")
+    assert (done.returncode, done.stdout) == (0, f"moonvit {moonvit_version}\n")
 
 
 def test_plan_needs_no_weights_and_no_torch(picture: str) -> None:
@@ -208,6 +214,7 @@ def test_models_lists_families_and_the_demo() -> None:
         (("plan", "n" * 300), errors.InvalidInputError, "neither a size"),
         (("plan", "9" * 5000 + "x9"), errors.InvalidInputError, "more than 10 digits"),
         (("check", "n" * 300), errors.CheckpointError, "nnn"),
+        (("ask", " "), errors.InvalidInputError, "the question is empty"),
         (("encode", "nothing.png", "-o", "/dev/null"), errors.InvalidInputError, "/dev/null is no regular file"),
         (("encode", "nothing.png", "-o", "/no/such/x.safetensors"), errors.InvalidInputError, "no directory /no/such"),
         (("plan", "-m", "kimi-k3", "4000x3000", "--budget", "1MiB"), errors.BudgetError, "1048576"),

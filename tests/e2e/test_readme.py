@@ -105,6 +105,8 @@ def test_the_demo_model_is_described_by_its_own_measurement() -> None:
     assert f"**{facts['accuracy']:.1%}**" in section
     for kind, share in facts["kinds"].items():
         assert f"| {kind} | {share:.1%} |" in section
+    two, three = (facts["multi_of"][number] for number in ("2", "3"))
+    assert f"Of two pictures it answers **{two:.1%}**, of three **{three:.1%}**" in " ".join(README.split())
 
 
 def test_relative_links_lead_somewhere() -> None:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="moonvit",
-    help="The Kimi vision stack: pictures in, language-model features and answers out, in memory known beforehand.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -43,6 +42,23 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 Device = Annotated[str, typer.Option(help=_DEVICE_HELP)]
 Dtype = Annotated[str, typer.Option(help=_DTYPE_HELP)]
 BudgetText = Annotated[str, typer.Option("--budget", help=_BUDGET_HELP)]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from moonvit import __version__
+
+        typer.echo(f"moonvit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """The Kimi vision stack: pictures in, language-model features and answers out, in memory known beforehand."""
 
 
 def _console() -> Console:
@@ -205,6 +221,8 @@ def ask(
     from moonvit.engines import GenerateRequest, Sampling, open_engine
     from moonvit.prompts.messages import ImagePart, Message, TextPart
 
+    if not question.strip():
+        raise InvalidInputError("the question is empty", param="question")
     parts = tuple(ImagePart(image, f"image {n}") for n, image in enumerate(images or ()))
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     request = GenerateRequest((Message("user", (*parts, TextPart(question))),), sampling, thinking=thinking)
