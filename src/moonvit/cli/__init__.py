@@ -46,9 +46,9 @@ BudgetText = Annotated[str, typer.Option("--budget", help=_BUDGET_HELP)]
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from moonvit import __version__
+        from importlib.metadata import version
 
-        typer.echo(f"moonvit {__version__}")
+        typer.echo(f"moonvit {version('moonvit')}")
         raise typer.Exit
 
 
