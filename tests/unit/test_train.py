@@ -21,6 +21,7 @@ from train.config import demo_config
 from train.draw import COLOURS, HELD_OUT_WORDS, KINDS, MIX, TRAIN_WORDS, Mark, Scene, make_sample
 from train.export import SHARD, kimi_vl, preprocessor_config, write_checkpoint
 from train.model import DemoModel
+from train.run import spread_layers
 from train.vocabulary import IM_END, MEDIA_PAD, PAD
 
 
@@ -195,3 +196,13 @@ def test_pages_are_full() -> None:
     assert patches.shape[1:] == (h * w, 588) and labels.shape[1:] == (h * w // 4, 4, len(LABEL_CLASSES))
     assert (labels[..., 0] > 0).float().mean() > 0.03
     assert 14 * max(h, w) <= CELL * 6
+
+
+def test_decoder_layers_are_numbered_anew_with_room_between_them() -> None:
+    names = [f"language_model.model.layers.{n}.mlp.weight" for n in range(4)] + ["mm_projector.proj.0.weight"]
+    weights = {name: torch.tensor(float(place)) for place, name in enumerate(names)}
+    spread = spread_layers(weights, 6)
+    numbers = [name.split(".")[3] for name in spread if "layers" in name]
+    assert numbers == ["0", "1", "3", "4"]
+    assert [float(value) for value in spread.values()] == [0, 1, 2, 3, 4]
+    assert spread_layers(weights, 4) == weights
