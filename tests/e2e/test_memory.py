@@ -35,18 +35,12 @@ print(most() - before, plan.peak_bytes - side * side * 588)
 def grown(side: int) -> tuple[int, int]:
     """What the process grew by at most, and what was planned beyond the pixels.
 
-    glibc gives every block of over 64 KiB back to the system as it is freed: what it kept of
-    earlier work would be counted with neither.
+    glibc is told to give every block of over 64 KiB back as it is freed. Memory that it keeps of earlier work and uses
+    again would hide growth.
     """
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(64 << 10)}
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(side)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=240,
-        env=environment,
-    )
+    command = [sys.executable, "-c", RUN, str(side)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240, env=environment)
     found, planned = map(int, done.stdout.split())
     return found, planned
 
