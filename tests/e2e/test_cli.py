@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from moonvit import __version__ as moonvit_version
 from moonvit import cli, errors
+from moonvit.cli import encoding
 from moonvit.cli.plans import kv_tokens
 from moonvit.engines import default_model
 from tests.tiny import write_k25, write_vl
@@ -246,7 +247,7 @@ def test_an_interruption_has_its_own_code(monkeypatch: pytest.MonkeyPatch, pictu
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_encoder", interrupted)
+    monkeypatch.setattr(encoding, "open_encoder", interrupted)
     monkeypatch.setattr(sys, "argv", ["moonvit", "encode", picture])
     with pytest.raises(SystemExit) as caught:
         cli.main()

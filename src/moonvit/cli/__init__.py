@@ -9,21 +9,27 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from moonvit.cli import bench
+from moonvit.cli.encoding import encode
+from moonvit.cli.options import (
+    BUDGET_HELP,
+    DEVICE_HELP,
+    DTYPE_HELP,
+    MODEL_HELP,
+    BudgetText,
+    Device,
+    Dtype,
+    Json,
+    Model,
+)
 from moonvit.cli.plans import beside_stock, kv_tokens, show_beside, show_plan
 from moonvit.cli.tables import table
+from moonvit.cli.terminal import console, exists, model_path, naming, open_encoder, print_json, shown
 from moonvit.errors import CheckpointError, ConfigError, InvalidInputError, MoonvitError
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from moonvit.encoder import VisionEncoder
 
 app = typer.Typer(
     name="moonvit",
@@ -32,16 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-_MODEL_HELP = "Checkpoint directory or hub id; the demo model in the package by default."
-_DEVICE_HELP = "Where the model works: cpu, cuda, cuda:1."
-_DTYPE_HELP = "bfloat16, float16, float32, or auto: bfloat16 where the device has it, else float32."
-_BUDGET_HELP = "Workspace bound: bytes, '256MiB', or 'auto'."
-Model = Annotated[str | None, typer.Option("--model", "-m", help=_MODEL_HELP)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-Device = Annotated[str, typer.Option(help=_DEVICE_HELP)]
-Dtype = Annotated[str, typer.Option(help=_DTYPE_HELP)]
-BudgetText = Annotated[str, typer.Option("--budget", help=_BUDGET_HELP)]
+app.command()(encode)
 
 
 def _print_version(wanted: bool) -> None:
@@ -59,141 +56,6 @@ def options(
     ] = False,
 ) -> None:
     """The Kimi vision stack: pictures in, language-model features and answers out, in memory known beforehand."""
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=True, highlight=False, markup=False, emoji=False)
-
-
-def _print_json(document: Any) -> None:
-    sys.stdout.write(json.dumps(document) + "\n")
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Any]:
-    """A bar on stderr; yields a function that moves it by so many. Silent where stderr is no terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = _console()
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda count: bar.advance(task, count)
-
-
-@contextmanager
-def _naming(pictures: list[str]) -> Iterator[None]:
-    """Say which file "image 3" is."""
-    try:
-        yield
-    except MoonvitError as error:
-        found = re.match(r"image ([0-9]+)(?=[ :])", error.message)
-        if found and int(found[1]) < len(pictures):
-            name = f"{found[0]} ({_shown(pictures[int(found[1])])})"
-            error.message = name + error.message.removeprefix(found[0])
-        raise
-
-
-def _model_path(model: str | None) -> str:
-    if model is not None:
-        return model
-    from moonvit.engines import default_model
-
-    return str(default_model())
-
-
-def _encoder(model: str | None, device: str, dtype: str, budget: str) -> VisionEncoder:
-    from moonvit.encoder import VisionEncoder
-
-    with _console().status("loading the model"):
-        return VisionEncoder.from_pretrained(_model_path(model), device=device, dtype=dtype, budget=budget)
-
-
-@app.command()
-def encode(
-    images: Annotated[list[str], typer.Argument(help="Pictures: files, or data: URLs.", show_default=False)],
-    model: Model = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("-o", "--out", help="Write the features here, as safetensors, in place of what is there."),
-    ] = None,
-    device: Device = "cpu",
-    dtype: Dtype = "auto",
-    budget: BudgetText = "auto",
-    as_json: Json = False,
-) -> None:
-    """Encode pictures into language-model features.
-
-    The file given with -o holds one tensor for each picture, features.0, features.1 and so on, of shape (tokens,
-    language width), and the pictures' names and sizes in its metadata.
-    """
-    if out is not None:
-        _check_out(out, images)
-    encoder = _encoder(model, device, dtype, budget)
-    results = []
-    with _naming(images), _progress("encoding", len(images)) as advance:
-        plan = encoder.plan(images)
-        for batch in plan.batches:
-            results += encoder.encode_batch(images, plan, batch)
-            advance(len(batch.indices))
-    rows: list[dict[str, Any]] = [
-        {
-            "image": _shown(image),
-            "source_size": list(one.source_size),
-            "grid": list(one.grid),
-            "tokens": one.tokens,
-            "shape": list(one.tensor.shape),
-            "dtype": str(one.tensor.dtype).removeprefix("torch."),
-            "mean": float(one.tensor.float().mean()),
-            "std": float(one.tensor.float().std()),
-        }
-        for image, one in zip(images, results, strict=True)
-    ]
-    if out is not None:
-        from moonvit.checkpoint import save_tensors
-
-        metadata = {"images": json.dumps([{k: row[k] for k in ("image", "source_size", "grid")} for row in rows])}
-        save_tensors({f"features.{n}": one.tensor for n, one in enumerate(results)}, out, metadata)
-    if as_json:
-        _print_json({"images": rows, "plan": plan.to_dict(), "out": None if out is None else str(out)})
-        return
-    shown = [
-        [
-            row["image"],
-            "x".join(map(str, row["source_size"])),
-            "x".join(map(str, row["grid"])),
-            str(row["tokens"]),
-            f"({row['shape'][0]}, {row['shape'][1]})",
-            f"{row['std']:.3f}",
-        ]
-        for row in rows
-    ]
-    table(
-        f"{encoder.config.family}, {rows[0]['dtype']}",
-        ["image", "pixels", "grid t x h x w", "tokens", "features", "std"],
-        shown,
-    )
-    if out is not None:
-        typer.echo(f"written to {out}")
-
-
-def _check_out(out: Path, images: list[str]) -> None:
-    """Refuse to write where it cannot be done or a picture would be lost, before any work."""
-    if out == Path():
-        raise InvalidInputError("the name of the file to write is empty", param="out")
-    if not out.parent.is_dir():
-        raise InvalidInputError(f"{out} cannot be written: there is no directory {out.parent}", param="out")
-    if out.exists() and not out.is_file():
-        raise InvalidInputError(f"{out} is no regular file and cannot be written over", param="out")
-    for image in images:
-        if out.exists() and _exists(image) and out.samefile(image):
-            raise InvalidInputError(f"{out} is one of the pictures and would be lost", param="out")
-
-
-def _shown(image: str) -> str:
-    return image if len(image) <= 60 else image[:28] + "..." + image[-28:]
 
 
 @app.command()
@@ -226,8 +88,8 @@ def ask(
     parts = tuple(ImagePart(image, f"image {n}") for n, image in enumerate(images or ()))
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     request = GenerateRequest((Message("user", (*parts, TextPart(question))),), sampling, thinking=thinking)
-    with _console().status("loading the model"):
-        engine = open_engine("embedded", _model_path(model), device=device, dtype=dtype, budget=budget)
+    with console().status("loading the model"):
+        engine = open_engine("embedded", model_path(model), device=device, dtype=dtype, budget=budget)
 
     async def run() -> dict[str, Any]:
         answer: dict[str, Any] = {"content": "", "reasoning": "", "finish_reason": None, "usage": None}
@@ -248,10 +110,10 @@ def ask(
             await engine.close()
         return answer
 
-    with _naming(images or []):
+    with naming(images or []):
         answer = asyncio.run(run())
     if as_json:
-        _print_json({"model": engine.info.model, **answer})
+        print_json({"model": engine.info.model, **answer})
     else:
         sys.stdout.write("\n")
 
@@ -301,14 +163,14 @@ def plan(
 
     config, packed = _config(model)
     if device not in ("cpu", "cuda"):
-        raise ConfigError(f"device = {_shown(device)!r}: plans are made for cpu and cuda", param="device")
+        raise ConfigError(f"device = {shown(device)!r}: plans are made for cpu and cuda", param="device")
     for name, value, most in (("threads", threads, 4096), ("kv-bytes-per-token", kv_bytes, 2**40)):
         if value is not None and not 1 <= value <= most:
             raise ConfigError(f"{name} = {value}, allowed are 1 to {most}", param=name)
     groups = layout(tp, dp, ranks)
     options: dict[str, Any] = {"dtype": dtype, "budget": Budget(budget), "machine": Machine(device, threads)}
     options["packed"] = packed
-    with _naming(items):
+    with naming(items):
         grids = [resize_plan(config.rule, *_size(item, index)).grid for index, item in enumerate(items)]
         spread = deploy(config, grids, tp=groups[0], dp=groups[1], **options)
     made = spread.whole
@@ -317,7 +179,7 @@ def plan(
     alone = {grid: make_plan(part, [grid], **options) for grid in set(grids)}
     images = [
         {
-            "item": _shown(item),
+            "item": shown(item),
             **image,
             "group": next(n for n, share in enumerate(spread.shares) if index in share.images),
             "output_bytes": alone[grid].output_bytes,
@@ -345,7 +207,7 @@ def plan(
             several = f" on each rank, {worth['all']:,} in all" * (len(spread.rank_peaks) > 1)
             typer.echo(f"\nthe peak is worth {worth['rank']:,} KV tokens of {kv_bytes:,} bytes{several}")
         return
-    _print_json(
+    print_json(
         {
             "family": config.family,
             "items": items,
@@ -365,34 +227,27 @@ def _size(item: str, index: int) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]+)[xX×]([0-9]+)", item)
     if match:
         if max(map(len, match.groups())) > 10:
-            raise InvalidInputError(f"{_shown(item)!r}: a side of more than 10 digits")
+            raise InvalidInputError(f"{shown(item)!r}: a side of more than 10 digits")
         size = int(match[1]), int(match[2])
         check_size(size, index=index)
         return size
 
-    if not item.lower().startswith("data:") and not _exists(item):
-        raise InvalidInputError(f"{_shown(item)!r} is neither a size such as 4000x3000 nor a file that exists")
+    if not item.lower().startswith("data:") and not exists(item):
+        raise InvalidInputError(f"{shown(item)!r} is neither a size such as 4000x3000 nor a file that exists")
     return picture_size(item, index=index)
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).exists()
-    except (OSError, ValueError):  # a name that is too long, or holds a NUL
-        return False
 
 
 def _config(model: str | None) -> tuple[Any, frozenset[str]]:
     """Configuration of a family name, or of a checkpoint, and which of its layers are packed."""
     from moonvit.families import ALIASES, FAMILIES, VARIANTS, family_config
 
-    if model is not None and not _exists(model):
+    if model is not None and not exists(model):
         known = model.lower()
         if known in FAMILIES or known in ALIASES or known in VARIANTS or "/" not in model:
             return family_config(model), frozenset()
     from moonvit.checkpoint import packed_layers, read_config, resolve
 
-    local = resolve(_model_path(model))
+    local = resolve(model_path(model))
     config = read_config(local)[0]
     try:
         return config, packed_layers(config, local)
@@ -414,10 +269,10 @@ def check(
     """
     from moonvit.checkpoint import check_vision
 
-    with _console().status("reading"):
-        report = check_vision(_model_path(checkpoint))
+    with console().status("reading"):
+        report = check_vision(model_path(checkpoint))
     if as_json:
-        _print_json(report)
+        print_json(report)
         return
     table(
         f"{report['path']}: complete",
@@ -448,14 +303,14 @@ def compare(
     from moonvit.compare import compare as hold
     from moonvit.compare import cut
 
-    encoder = _encoder(checkpoint, device, dtype, "auto")
-    with _console().status("comparing"):
+    encoder = open_encoder(checkpoint, device, dtype, "auto")
+    with console().status("comparing"):
         if images:
             found = hold(encoder.model, *cut(encoder.config, images))
         else:
             found = hold(encoder.model)
     if as_json:
-        _print_json({"family": encoder.config.family, **found.to_dict()})
+        print_json({"family": encoder.config.family, **found.to_dict()})
     else:
         rows = [
             [stage.name, f"{stage.error:.2e}", f"{stage.limit:.2e}", "diverges" if stage.diverges else ""]
@@ -489,7 +344,7 @@ def models(as_json: Json = False) -> None:
     demo = default_model()
     facts = json.loads((demo / "demo.json").read_text()) if (demo / "demo.json").exists() else {}
     if as_json:
-        _print_json({"families": rows, "demo": {"path": str(demo), **facts}})
+        print_json({"families": rows, "demo": {"path": str(demo), **facts}})
         return
     table(
         "families",
@@ -501,58 +356,16 @@ def models(as_json: Json = False) -> None:
         typer.echo(facts["summary"])
 
 
-bench_app = typer.Typer(help="Measure against rivals; outputs are proven equal first.", no_args_is_help=True)
-app.add_typer(bench_app, name="bench")
-
-
-@bench_app.command()
-def memory(
-    cases: Annotated[str, typer.Option(help="Which, by letter, separated by commas.")] = "a,b,c,d,e",
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and requests.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="Run the largest images too; may take an hour.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the peaks here, as a PNG.", show_default=False)] = None,
-    docs: Annotated[
-        Path | None,
-        typer.Option(help="Write memory.json, memory.png and the tables of memory.md there.", show_default=False),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Count the bytes that towers allocate, ours and others.
-
-    a: rotary tables. b: the projector. c: tower and projector of 1, 5 and 50 images beside transformers. d: the largest
-    legal image of each family. e: two thousand requests. The last line is one JSON document.
-    """
-    if quick and full:
-        raise InvalidInputError("--quick and --full exclude each other", param="quick")
-    if plot is not None and not plot.parent.is_dir():
-        raise InvalidInputError(f"{plot} cannot be written: there is no directory {plot.parent}", param="plot")
-    from moonvit.bench import report
-    from moonvit.bench.memory import COMPARED, DRAWN, TITLE, run
-
-    # Everything that could fail afterwards is tried before an hour is spent.
-    if plot is not None:
-        report.check_plot()
-    if docs is not None:
-        report.check_docs("memory", docs)
-    letters = [letter.strip() for letter in cases.split(",")]
-    rows = run(letters, "quick" if quick else "full" if full else "usual")
-    found = report.document("memory", rows, COMPARED)
-    if not as_json:
-        table("memory", ["case", "who", "metric", "value", "unit"], report.cells(rows), right=3)
-    _print_json(found)
-    if plot is not None:
-        report.plot(found, plot, DRAWN, TITLE)
-    if docs is not None:
-        report.write_docs(found, docs, DRAWN, TITLE)
+app.add_typer(bench.app, name="bench")
 
 
 @app.command()
 def serve(
-    model: Annotated[str | None, typer.Option("--model", "-m", help=_MODEL_HELP, envvar="MOONVIT_MODEL")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP, envvar="MOONVIT_MODEL")] = None,
     engine: Annotated[str, typer.Option(help="What runs the model: embedded.", envvar="MOONVIT_ENGINE")] = "embedded",
-    device: Annotated[str, typer.Option(help=_DEVICE_HELP, envvar="MOONVIT_DEVICE")] = "cpu",
-    dtype: Annotated[str, typer.Option(help=_DTYPE_HELP, envvar="MOONVIT_DTYPE")] = "auto",
-    budget: Annotated[str, typer.Option(help=_BUDGET_HELP, envvar="MOONVIT_BUDGET")] = "auto",
+    device: Annotated[str, typer.Option(help=DEVICE_HELP, envvar="MOONVIT_DEVICE")] = "cpu",
+    dtype: Annotated[str, typer.Option(help=DTYPE_HELP, envvar="MOONVIT_DTYPE")] = "auto",
+    budget: Annotated[str, typer.Option(help=BUDGET_HELP, envvar="MOONVIT_BUDGET")] = "auto",
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one [8000].")] = None,
     api_key: Annotated[str | None, typer.Option(help="Key that requests must carry as a bearer token.")] = None,
@@ -582,10 +395,10 @@ def serve(
     from moonvit.server.settings import LOADING, load_settings
 
     settings = load_settings(**{name: value for name, value in flags.items() if name not in LOADING})
-    with _console().status("loading the model"):
+    with console().status("loading the model"):
         opened = open_engine(
             engine,
-            _model_path(model),
+            model_path(model),
             device=device,
             dtype=dtype,
             budget=budget,

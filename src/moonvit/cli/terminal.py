@@ -1,0 +1,85 @@
+"""What commands share at the terminal: answers on stdout, progress on stderr, names of files in errors, the model."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moonvit.errors import MoonvitError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moonvit.encoder import VisionEncoder
+
+
+def console() -> Console:
+    """Where progress goes: stderr."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+
+
+def print_json(document: Any) -> None:
+    """The one document of ``--json``, on stdout."""
+    sys.stdout.write(json.dumps(document) + "\n")
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Any]:
+    """A bar on stderr; yields a function that moves it by so many. Silent where stderr is no terminal."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    screen = console()
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
+@contextmanager
+def naming(pictures: list[str]) -> Iterator[None]:
+    """Say which file "image 3" is."""
+    try:
+        yield
+    except MoonvitError as error:
+        found = re.match(r"image ([0-9]+)(?=[ :])", error.message)
+        if found and int(found[1]) < len(pictures):
+            name = f"{found[0]} ({shown(pictures[int(found[1])])})"
+            error.message = name + error.message.removeprefix(found[0])
+        raise
+
+
+def model_path(model: str | None) -> str:
+    """The model that was asked for, or the demo model."""
+    if model is not None:
+        return model
+    from moonvit.engines import default_model
+
+    return str(default_model())
+
+
+def open_encoder(model: str | None, device: str, dtype: str, budget: str) -> VisionEncoder:
+    """An encoder, as options describe it."""
+    from moonvit.encoder import VisionEncoder
+
+    with console().status("loading the model"):
+        return VisionEncoder.from_pretrained(model_path(model), device=device, dtype=dtype, budget=budget)
+
+
+def shown(image: str) -> str:
+    """What a person typed, where it is long its ends."""
+    return image if len(image) <= 60 else image[:28] + "..." + image[-28:]
+
+
+def exists(path: str) -> bool:
+    """Whether there is such a file or directory; text that can be no path is none."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):  # a name that is too long, or holds a NUL
+        return False
