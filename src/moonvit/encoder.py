@@ -4,23 +4,28 @@ A request is planned from picture headers before anything is decoded: grids, mic
 is said then. Pictures are then decoded, encoded and dropped one micro-batch at a time, so that memory follows the
 largest picture and not their number. Every result has storage of its own.
 
+With several ranks (``parallel.py``) each of them is given the whole request and looks at its headers. It decodes and
+encodes its share, or works on its part of each layer; then all of them have all features, or the one that wants them.
+
 Shape suffixes: L packed patches, C = 588 values of a patch, M merged tokens, E language width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
 from moonvit.attention import has_bfloat16, this_machine
 from moonvit.cache import WeightCache
-from moonvit.checkpoint import load_vision, read_config, resolve
+from moonvit.checkpoint import divide, load_vision, read_config, resolve
+from moonvit.deploy import assign_images
 from moonvit.errors import ConfigError, EmptyInputError, GridError, ImageError, InvalidInputError, NonFiniteError
 from moonvit.families import PATCH_VALUES, VisionConfig, family_config
 from moonvit.grids import Grid, as_grid, as_grids
@@ -35,10 +40,14 @@ from moonvit.images import (
     picture_size,
 )
 from moonvit.model import FLOAT_DTYPES, Positions, VisionModel, as_patches, check_frames
+from moonvit.parallel import Parallel, Ranks, sum_up
 from moonvit.plan import POSITION_CACHE, Batch, Budget, Kept, Plan, make_plan, read_bytes
 from moonvit.preprocess import DECODED_BYTES, patches_from, resize_plan
 from moonvit.sources import is_address
 
+T = TypeVar("T")
+Loader: TypeAlias = Callable[[tuple[int, int] | None], VisionModel]
+"""Makes a model, or the part that a rank of so many has."""
 SMALLEST = Grid(1, 2, 2)
 """The smallest picture there is, in patches."""
 _ARRAYS = ("uint8", "float16", "float32", "float64")
@@ -65,6 +74,22 @@ class Features:
         return self.grid.tokens
 
 
+@dataclass
+class _Pictured:
+    """A picture of a request, and its size: what its header says, then what it decoded to."""
+
+    item: Any
+    size: tuple[int, int] = (0, 0)
+
+
+class _Pack(NamedTuple):
+    """Pictures of a pass that are to be encoded, with what to keep their features under, and features of the others."""
+
+    patches_LC: torch.Tensor
+    keys: dict[int, Any]
+    kept: dict[int, torch.Tensor]
+
+
 class VisionEncoder:
     """Tower and projector of one model, ready for pictures.
 
@@ -76,13 +101,16 @@ class VisionEncoder:
         position_cache: Bytes of resampled position tables that are kept for the next request, least recently used
             first to go. Features are the same bits with and without.
         feature_cache: Bytes of features that are kept for pictures that come again; 0 keeps none.
+        parallel: The ranks to work with, each of which makes the same calls; None is this process alone.
 
     A weight that changes, in place or by another tensor, empties both caches; what is written through ``.data`` is not
     seen, so call ``clear_caches`` then. ``close``, or leaving a ``with`` block, gives all memory back.
 
     Raises:
         BudgetError: Not even the smallest picture fits the budget.
-        ConfigError: A number of bytes cannot be read.
+        ConfigError: A number of bytes cannot be read, or the ranks do not divide heads and MLP.
+        InvalidInputError: The ranks were given different models or settings.
+        EngineError: A rank is gone; so may everything raise that encodes with several.
     """
 
     def __init__(
@@ -94,14 +122,47 @@ class VisionEncoder:
         fetch: FetchPolicy | None = None,
         position_cache: int | str = POSITION_CACHE,
         feature_cache: int | str = 0,
+        parallel: Parallel | None = None,
     ) -> None:
-        self._model: VisionModel | None = model
-        self.budget = budget if isinstance(budget, Budget) else Budget(budget)
-        self.limits = limits or DEFAULT_LIMITS
-        self.fetch = fetch
-        self._positions: Positions = WeightCache(read_bytes(position_cache, "position_cache"))
-        self._features: WeightCache[Any, torch.Tensor] = WeightCache(read_bytes(feature_cache, "feature_cache"))
-        self._plan([SMALLEST])  # a budget that no picture fits is refused now
+        def read() -> tuple[VisionConfig, Loader]:
+            return model.config, lambda part: model if part is None else divide(model, part)
+
+        self._open(read, parallel, budget, limits, fetch, position_cache, feature_cache)
+
+    def _open(
+        self,
+        read: Callable[[], tuple[VisionConfig, Loader]],
+        parallel: Parallel | None,
+        budget: Budget | int | str,
+        limits: Limits | None,
+        fetch: FetchPolicy | None,
+        position_cache: int | str,
+        feature_cache: int | str,
+    ) -> None:
+        self._ranks = Ranks.of(parallel)
+        self._parallel = parallel or Parallel()
+        self._divided = self._parallel.mode == "tensor" and self._ranks.size > 1
+
+        def build() -> VisionModel:
+            self._config, load = read()
+            model = load((self._ranks.rank, self._ranks.size) if self._divided else None)
+            self._model: VisionModel | None = model
+            self.budget = budget if isinstance(budget, Budget) else Budget(budget)
+            self.limits = limits or DEFAULT_LIMITS
+            self.fetch = fetch
+            self._positions: Positions = WeightCache(read_bytes(position_cache, "position_cache"))
+            self._features: WeightCache[Any, torch.Tensor] = WeightCache(read_bytes(feature_cache, "feature_cache"))
+            self._plan([SMALLEST])  # a budget that no picture fits is refused now
+            return model
+
+        model = self._ranks.together(build, self._settings)
+        if self._divided:
+            sum_up(model, self._ranks)
+
+    def _settings(self, model: VisionModel) -> Mapping[str, Any]:
+        """What an encoder must have the same on all ranks."""
+        how = {"mode": self._parallel.mode, "receiver": self._parallel.receiver, "dtype": str(model.dtype)}
+        return {**asdict(self._config), **how, "feature_cache": bool(self._features.max_bytes)}
 
     @classmethod
     def from_pretrained(
@@ -115,6 +176,7 @@ class VisionEncoder:
         fetch: FetchPolicy | None = None,
         position_cache: int | str = POSITION_CACHE,
         feature_cache: int | str = 0,
+        parallel: Parallel | None = None,
     ) -> VisionEncoder:
         """Load a checkpoint; only the files that hold vision are read, or brought from the hub.
 
@@ -128,6 +190,7 @@ class VisionEncoder:
             fetch: As in the constructor.
             position_cache: As in the constructor.
             feature_cache: As in the constructor.
+            parallel: As in the constructor. With heads and MLP divided, no rank reads more than its part of them.
 
         Returns:
             The encoder.
@@ -137,19 +200,17 @@ class VisionEncoder:
             ConfigError: ``config.json`` is not of a known model, the dtype is another, or the device is not there.
             MissingDependencyError: A hub id without ``huggingface_hub`` installed.
         """
-        device = _device(device)
-        wanted = _dtype(dtype, device)
-        local = resolve(path_or_id)
-        config, _ = read_config(local)
-        model = load_vision(config, local, wanted, device)
-        return cls(
-            model,
-            budget=budget,
-            limits=limits,
-            fetch=fetch,
-            position_cache=position_cache,
-            feature_cache=feature_cache,
-        )
+
+        def read() -> tuple[VisionConfig, Loader]:
+            place = _device(device)
+            wanted = _dtype(dtype, place)
+            local = resolve(path_or_id)
+            config, _ = read_config(local)
+            return config, lambda part: load_vision(config, local, wanted, place, part)
+
+        encoder = cls.__new__(cls)
+        encoder._open(read, parallel, budget, limits, fetch, position_cache, feature_cache)
+        return encoder
 
     @classmethod
     def from_config(
@@ -164,6 +225,7 @@ class VisionEncoder:
         fetch: FetchPolicy | None = None,
         position_cache: int | str = POSITION_CACHE,
         feature_cache: int | str = 0,
+        parallel: Parallel | None = None,
         **overrides: Any,
     ) -> VisionEncoder:
         """A model with random weights, for tests, sizing and benchmarks.
@@ -178,6 +240,7 @@ class VisionEncoder:
             fetch: As in the constructor.
             position_cache: As in the constructor.
             feature_cache: As in the constructor.
+            parallel: As in the constructor.
             **overrides: Fields of ``VisionConfig``, such as ``num_layers=2``.
 
         Returns:
@@ -186,16 +249,22 @@ class VisionEncoder:
         Raises:
             ConfigError: The family, a field or the dtype is unknown, or the device is not there.
         """
-        config, device = family_config(name, **overrides), _device(device)
-        model = VisionModel.empty(config, _dtype(dtype, device), device).init_weights_(seed)
-        return cls(
-            model,
-            budget=budget,
-            limits=limits,
-            fetch=fetch,
-            position_cache=position_cache,
-            feature_cache=feature_cache,
-        )
+
+        def read() -> tuple[VisionConfig, Loader]:
+            config, place = family_config(name, **overrides), _device(device)
+            wanted = _dtype(dtype, place)
+
+            def load(part: tuple[int, int] | None) -> VisionModel:
+                if part is None:
+                    return VisionModel.empty(config, wanted, place).init_weights_(seed)
+                outline = VisionModel.empty(config, wanted, "meta")
+                return divide(outline, part, outline.random_weights(seed), place)
+
+            return config, load
+
+        encoder = cls.__new__(cls)
+        encoder._open(read, parallel, budget, limits, fetch, position_cache, feature_cache)
+        return encoder
 
     def __enter__(self) -> VisionEncoder:
         return self
@@ -215,7 +284,7 @@ class VisionEncoder:
 
     @property
     def model(self) -> VisionModel:
-        """Tower and projector.
+        """Tower and projector; with heads and MLP divided over ranks, this rank's part.
 
         Raises:
             InvalidInputError: The encoder is closed.
@@ -226,8 +295,13 @@ class VisionEncoder:
 
     @property
     def config(self) -> VisionConfig:
-        """What the model is."""
-        return self.model.config
+        """What the model is, all of it, with or without ranks.
+
+        Raises:
+            InvalidInputError: The encoder is closed.
+        """
+        _ = self.model
+        return self._config
 
     @property
     def dtype(self) -> torch.dtype:
@@ -241,6 +315,8 @@ class VisionEncoder:
 
     def plan(self, items: Any) -> Plan:
         """What a request would take, without decoding or running it.
+
+        With several ranks it is what one of them takes that is given all of it; ``moonvit.deploy`` plans their shares.
 
         Args:
             items: One item or a list: (width, height) in pixels, a ``Grid`` or (t, h, w) in patches, or a picture as
@@ -266,7 +342,7 @@ class VisionEncoder:
                 uint8 array (H, W, 3), or an opened ``Picture``.
 
         Returns:
-            Features in the order of the items.
+            Features in the order of the items; none on a rank that does not receive them.
 
         Raises:
             EmptyInputError: There are no items.
@@ -275,11 +351,23 @@ class VisionEncoder:
             NonFiniteError: The model gave NaN or infinity.
         """
         listed = list(items) if isinstance(items, (list, tuple)) else [items]
-        listed = [self._fetched(item, index) for index, item in enumerate(listed)]
-        plan = self._plan_sized([self._picture_grid(item, index) for index, item in enumerate(listed)])
-        results = [features for batch in plan.batches for features in self._encode_pass(listed, plan, batch)]
-        self._refuse_non_finite([features.tensor for features in results])
-        return results
+        with self._ranks.request():
+            pictures, plan = self._ranks.together(lambda: self._look(listed), lambda made: self._facts(made[1]))
+            return self._encode(pictures, plan, plan.batches)
+
+    def _look(self, items: Sequence[Any]) -> tuple[list[_Pictured], Plan]:
+        """Read all headers, and plan."""
+        items = [self._fetched(item, index) for index, item in enumerate(items)]
+        sized = [self._picture_grid(item, index) for index, item in enumerate(items)]
+        return [_Pictured(item, size) for item, (_, size) in zip(items, sized, strict=True)], self._plan_sized(sized)
+
+    def _look_again(self, items: Sequence[Any], batch: Batch) -> list[_Pictured]:
+        """Pictures whose headers were read for a plan; of those that other ranks decode the size is read again."""
+        pictures = [_Pictured(item) for item in items]
+        if self._ranks.size > 1:
+            for index in batch.indices:
+                pictures[index].size = self._picture_grid(items[index], index)[1]
+        return pictures
 
     def encode_batch(self, items: Sequence[Any], plan: Plan, batch: Batch) -> list[Features]:
         """Encode the pictures of one pass of a request, for callers that do something between passes.
@@ -296,40 +384,120 @@ class VisionEncoder:
             ImageError: A picture cannot be read, or its header promised another size.
             NonFiniteError: The model gave NaN or infinity.
         """
-        results = self._encode_pass(items, plan, batch)
-        self._refuse_non_finite([features.tensor for features in results], batch.indices[0])
-        return results
+        with self._ranks.request():
+            pictures = self._ranks.together(lambda: self._look_again(items, batch), lambda _: self._facts(plan))
+            return self._encode(pictures, plan, (batch,))
 
-    def _encode_pass(self, items: Sequence[Any], plan: Plan, batch: Batch) -> list[Features]:
-        # Pictures are decoded one at a time, each into its rows of the pack, and dropped. One whose features are kept
-        # leaves its rows to the next.
+    def _encode(self, pictures: list[_Pictured], plan: Plan, batches: Sequence[Batch]) -> list[Features]:
+        indices = [index for batch in batches for index in batch.indices]
+        tensors = self._work(plan, batches, lambda own, made: self._encode_pass(pictures, plan, own, made))
+        if not tensors:
+            return []
+        pairs = zip(indices, tensors, strict=True)
+        return [Features(tensor, plan.grids[index], pictures[index].size) for index, tensor in pairs]
+
+    def _work(
+        self, plan: Plan, batches: Sequence[Batch], one_pass: Callable[[Sequence[int], Plan], list[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """Do this rank's share of some passes of a plan, then share what all have made.
+
+        Args:
+            plan: Of the request.
+            batches: Some of its passes.
+            one_pass: Gives features of some images, in rows and groups of a plan.
+
+        Returns:
+            Features of all images of the passes, in order; none where this rank does not receive them.
+        """
+        ranks = self._ranks
+        indices = [index for batch in batches for index in batch.indices]
+        owners, made = [ranks.rank] * len(indices), plan
+        passes = [batch.indices for batch in batches]
+        if ranks.size > 1 and not self._divided:
+            grids = [plan.grids[index] for index in indices]
+            shares = assign_images(self._config, grids, ranks.size)
+            for rank, share in enumerate(shares):
+                for n in share:
+                    owners[n] = rank
+            own = shares[ranks.rank]
+            if own:
+                made = self._plan([grids[n] for n in own])
+            passes = [tuple(indices[own[n]] for n in batch.indices) for batch in made.batches] if own else []
+
+        def run() -> dict[int, torch.Tensor]:
+            found: dict[int, torch.Tensor] = {}
+            for chosen in passes:
+                ranks.check()
+                found.update(zip(chosen, one_pass(chosen, made), strict=True))
+            self._refuse_non_finite(found)
+            return found
+
+        found = run() if self._divided else ranks.together(run)
+        if self._divided:
+            wanted = self._parallel.receiver in (None, ranks.rank)
+            return [found[index] for index in indices] if wanted else []
+        return ranks.exchange(
+            {n: found[index] for n, index in enumerate(indices) if index in found},
+            owners,
+            lambda n: self._room(plan.grids[indices[n]]),
+            self._parallel.receiver,
+        )
+
+    def _room(self, grid: Grid) -> torch.Tensor:
+        return torch.empty(grid.tokens, self._config.text_hidden_size, dtype=self.dtype, device=self.device)
+
+    def _encode_pass(
+        self, pictures: list[_Pictured], plan: Plan, indices: Sequence[int], made: Plan
+    ) -> list[torch.Tensor]:
         if self._features.max_bytes:
             self._features.watch(self.model.parameters(), self.model.moves)
-        pack_LC = torch.empty(batch.patches, PATCH_VALUES, dtype=torch.uint8)
+        pack = self._step(lambda: self._pack(pictures, plan, indices))
+        tensors = dict(pack.kept)
+        if self._divided and self._features.max_bytes:
+            pack, tensors = self._known_to_all(pack, plan)
+        grids = [plan.grids[index] for index in pack.keys]
+        if grids:
+            tensors.update(zip(pack.keys, self._run(pack.patches_LC, grids, made), strict=True))
+        for index, key in pack.keys.items():
+            if key and self._features.make_room(tensors[index].nbytes):
+                self._features.put(key, tensors[index].clone(), tensors[index].nbytes)
+        return [tensors[index] for index in indices]
+
+    def _pack(self, pictures: list[_Pictured], plan: Plan, indices: Sequence[int]) -> _Pack:
+        # Pictures are decoded one at a time, each into its rows of the pack, and dropped. One whose features are kept
+        # leaves its rows to the next; where ranks go through each layer together, only if all of them have kept it.
+        pack_LC = torch.empty(sum(plan.grids[index].patches for index in indices), PATCH_VALUES, dtype=torch.uint8)
+        keys: dict[int, Any] = {}
         found: dict[int, torch.Tensor] = {}
-        new, sizes, row = {}, [], 0
-        for index in batch.indices:
+        row = 0
+        for index in indices:
             grid = plan.grids[index]
-            picture = self._opened(items[index], index, grid)
-            sizes.append(picture.size)
+            picture = self._opened(pictures[index].item, index, grid)
+            pictures[index].size = picture.size
             key = self._key(picture) if self._features.max_bytes else None
             kept = self._features.get(key) if key else None
             if kept is not None:
                 found[index] = kept.clone()
-                continue
+                if not self._divided:
+                    continue
             patches_from(picture, self.config.rule, pack_LC[row : row + grid.patches].numpy())
             row += grid.patches
-            new[index] = key
+            keys[index] = key
             del picture
-        if new:
-            tensors = self._run(pack_LC[:row], plan, list(new))
-            found.update(zip(new, tensors, strict=True))
-        for index, key in new.items():
-            if key and self._features.make_room(found[index].nbytes):
-                self._features.put(key, found[index].clone(), found[index].nbytes)
-        return [
-            Features(found[index], plan.grids[index], size) for index, size in zip(batch.indices, sizes, strict=True)
-        ]
+        return _Pack(pack_LC[:row], keys, found)
+
+    def _known_to_all(self, pack: _Pack, plan: Plan) -> tuple[_Pack, dict[int, torch.Tensor]]:
+        """What all ranks have kept, and a pack of the other images."""
+        known = dict(zip(pack.keys, self._ranks.common([index in pack.kept for index in pack.keys]), strict=True))
+        kept = {index: pack.kept[index] for index in pack.keys if known[index]}
+        rows = torch.split(pack.patches_LC, [plan.grids[index].patches for index in pack.keys])
+        rest = [part for part, index in zip(rows, pack.keys, strict=True) if not known[index]]
+        keys = {index: key for index, key in pack.keys.items() if not known[index]}
+        return _Pack(torch.cat(rest) if kept and rest else pack.patches_LC, keys, kept), kept
+
+    def _step(self, work: Callable[[], T]) -> T:
+        """Work between two layers that ranks go through together: an error of one must not leave the others there."""
+        return self._ranks.together(work) if self._divided else work()
 
     def _key(self, picture: Picture) -> tuple[Any, ...]:
         """What the features of a picture depend on, the weights apart."""
@@ -344,7 +512,8 @@ class VisionEncoder:
             grids: A ``Grid``, (t, h, w) or (h, w), alone or for each image, or an integer tensor (N, 2) or (N, 3).
 
         Returns:
-            features (M, E) of each image, in order, each with storage of its own.
+            features (M, E) of each image, in order, each with storage of its own; none on a rank that does not receive
+            them.
 
         Raises:
             EmptyInputError: There are no grids.
@@ -352,23 +521,39 @@ class VisionEncoder:
             BudgetError: An image needs more than the budget.
             NonFiniteError: The model gave NaN or infinity.
         """
+        with self._ranks.request():
+            pack_LC, plan = self._ranks.together(lambda: self._match(patches, grids), lambda made: self._facts(made[1]))
+            starts = [0, *accumulate(grid.patches for grid in plan.grids)]
+
+            def one_pass(indices: Sequence[int], made: Plan) -> list[torch.Tensor]:
+                first, last = indices[0], indices[-1]
+                if last - first == len(indices) - 1:
+                    rows_LC = pack_LC[starts[first] : starts[last + 1]]
+                else:
+                    rows_LC = torch.cat([pack_LC[starts[index] : starts[index + 1]] for index in indices])
+                return self._run(rows_LC, [plan.grids[index] for index in indices], made)
+
+            return self._work(plan, plan.batches, one_pass)
+
+    def _match(self, patches: Any, grids: Any) -> tuple[torch.Tensor, Plan]:
+        """Patches (L, 588) that are those of the grids, and a plan."""
         if not isinstance(grids, Iterable):
             raise GridError(f"grids are {type(grids).__name__}: expected a grid or a list of grids", param="grids")
         checked = as_grids([grids] if isinstance(grids, Grid) or _is_sides(grids) else grids)
         pack = _as_tensor(patches)
         _match_rows(pack, checked)
-        pack_LC = as_patches(pack, sum(grid.patches for grid in checked))
-        plan = self._plan(checked)
-        starts = [0, *accumulate(grid.patches for grid in checked)]
-        results: list[torch.Tensor] = []
-        for batch in plan.batches:
-            first, last = batch.indices[0], batch.indices[-1]
-            results += self._run(pack_LC[starts[first] : starts[last + 1]], plan, batch.indices)
-        self._refuse_non_finite(results)
-        return results
+        return as_patches(pack, sum(grid.patches for grid in checked)), self._plan(checked)
 
-    def _plan_sized(self, sized: Sequence[tuple[Grid, int]]) -> Plan:
-        return self._plan([grid for grid, _ in sized], max((pixels for _, pixels in sized), default=0))
+    def _facts(self, plan: Plan) -> Mapping[str, Any]:
+        """What of a request must be the same on all ranks."""
+        facts: dict[str, Any] = {"grids": [tuple(grid) for grid in plan.grids]}
+        if self._divided:
+            facts["passes"] = [plan.rows, plan.groups, *(len(batch.indices) for batch in plan.batches)]
+        return facts
+
+    def _plan_sized(self, sized: Sequence[tuple[Grid, tuple[int, int]]]) -> Plan:
+        pixels = (size[0] * size[1] for _, size in sized)
+        return self._plan([grid for grid, _ in sized], max(pixels, default=0))
 
     def _plan(self, grids: Sequence[Grid], pixels: int = 0) -> Plan:
         if not grids:
@@ -378,7 +563,7 @@ class VisionEncoder:
         positions, features = self._positions, self._features
         kept = Kept(positions.max_bytes, tuple(positions.keys()), features.max_bytes, features.bytes)
         return make_plan(
-            self.config,
+            self.model.config,
             grids,
             dtype=name,
             budget=self.budget,
@@ -388,18 +573,18 @@ class VisionEncoder:
             decoded=pixels * DECODED_BYTES,
         )
 
-    def _grid(self, item: Any, index: int) -> tuple[Grid, int]:
-        """Patches of an item, and pixels of the picture behind it."""
+    def _grid(self, item: Any, index: int) -> tuple[Grid, tuple[int, int]]:
+        """Patches of an item, and the size of the picture behind it."""
         if not isinstance(item, (list, tuple)):
             return self._picture_grid(item, index)
         if len(item) != 2:
-            return as_grid(item, index), 0
-        return self._sized_grid((item[0], item[1]), index), item[0] * item[1]
+            return as_grid(item, index), (0, 0)
+        return self._sized_grid((item[0], item[1]), index), (item[0], item[1])
 
-    def _picture_grid(self, item: Any, index: int) -> tuple[Grid, int]:
+    def _picture_grid(self, item: Any, index: int) -> tuple[Grid, tuple[int, int]]:
         known = isinstance(item, Picture)
-        width, height = item.size if known else picture_size(item, self.limits, index, fetch=self.fetch)
-        return self._sized_grid((width, height), index), width * height
+        size = item.size if known else picture_size(item, self.limits, index, fetch=self.fetch)
+        return self._sized_grid(size, index), size
 
     def _sized_grid(self, size: tuple[int, int], index: int) -> Grid:
         if not _is_sides(size):
@@ -426,20 +611,21 @@ class VisionEncoder:
             )
         return picture
 
-    def _run(self, pack_LC: torch.Tensor, plan: Plan, indices: Sequence[int]) -> list[torch.Tensor]:
-        meta = self.model.prepare(
-            [plan.grids[index] for index in indices], plan.rows, plan.groups, positions=self._positions
-        )
-        results: list[torch.Tensor] = self.model(pack_LC.to(self.device), meta, self.dtype)
-        return results
+    def _run(self, pack_LC: torch.Tensor, grids: Sequence[Grid], made: Plan) -> list[torch.Tensor]:
+        with self._ranks.linked() if self._divided else nullcontext():
+            meta = self.model.prepare(grids, made.rows, made.groups, positions=self._positions)
+            results: list[torch.Tensor] = self.model(pack_LC.to(self.device), meta, self.dtype)
+            return results
 
-    def _refuse_non_finite(self, results: Sequence[torch.Tensor], first: int = 0) -> None:
+    def _refuse_non_finite(self, results: Mapping[int, torch.Tensor]) -> None:
+        if not results:
+            return
         # The extremes of a tensor are NaN or infinite where any value is; unlike isfinite they need no memory. All
         # images are asked in one read, so a GPU is waited for once.
-        extremes = torch.stack([torch.stack(torch.aminmax(features)).float() for features in results])
+        extremes = torch.stack([torch.stack(torch.aminmax(features)).float() for features in results.values()])
         finite = extremes.isfinite().all(dim=1).tolist()
         if not all(finite):
-            index = first + finite.index(False)
+            index = list(results)[finite.index(False)]
             self._features.clear()  # what was just kept may be among them
             raise NonFiniteError(
                 f"image {index}: the encoder gave NaN or infinity in {self.dtype}; "

@@ -508,7 +508,7 @@ def test_features_are_kept_only_where_asked(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         VisionEncoder,
         "_run",
-        lambda self, pack, plan, indices: passes.append(len(indices)) or run(self, pack, plan, indices),
+        lambda self, pack, grids, made: passes.append(len(grids)) or run(self, pack, grids, made),
     )
     pictures = [noise(60, 40, seed) for seed in range(3)]
     plain = small("kimi-k3")

@@ -60,6 +60,7 @@ from moonvit.checkpoint.names import (
     swap_halves,
 )
 from moonvit.checkpoint.strictness import LISTED, check, refuse
+from moonvit.deploy import split_tensors
 from moonvit.errors import CheckpointError, InvalidInputError
 from moonvit.families import PREFIXES, VisionConfig, config_dicts
 from moonvit.model import VisionModel
@@ -68,6 +69,7 @@ from moonvit.quantised import SCALE_NAMES, PackedLinear, row_scales
 __all__ = [
     "Header",
     "check_vision",
+    "divide",
     "expected_shapes",
     "is_vision",
     "known_names",
@@ -92,6 +94,7 @@ def load_vision(
     path: str | Path,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
+    part: tuple[int, int] | None = None,
 ) -> VisionModel:
     """Load a tower and projector.
 
@@ -100,6 +103,8 @@ def load_vision(
         path: Checkpoint directory, safetensors file, or ``owner/name`` on the Hugging Face hub.
         dtype: Of a model that is built; None is float32. A given model keeps its own. Packed weights stay packed.
         device: Of a model that is built; None is the CPU. A given model keeps its own.
+        part: Rank and ranks of a tensor-parallel group, where only that rank's heads and part of the MLP are read, into
+            a model that is built; None is all.
 
     Returns:
         The model, in evaluation mode.
@@ -114,11 +119,49 @@ def load_vision(
     headers = [header for shard, names in shards.items() for header in read_headers(shard, names)]
     packed = check(config, headers, str(local))
     if isinstance(model_or_config, VisionModel):
-        model = model_or_config
+        model, take = model_or_config, None
     else:
-        model = VisionModel.empty(config, dtype or torch.float32, device or "cpu", packed=packed)
-    load_tensors(model, read_tensors(shards))
+        own, take = _own(config, part)
+        model = VisionModel.empty(own, dtype or torch.float32, device or "cpu", packed=packed)
+    load_tensors(model, read_tensors(shards, take))
     return model.eval()
+
+
+def _own(config: VisionConfig, part: tuple[int, int] | None) -> tuple[VisionConfig, Any]:
+    """What a rank has of a model, and what takes that from tensors of the whole."""
+    if part is None:
+        return config, None
+    from moonvit.checkpoint.parts import Part  # torch's tensor-parallel types take a second to import
+
+    return split_tensors(config, part[1]), Part(config, *part).take
+
+
+def divide(
+    model: VisionModel,
+    part: tuple[int, int],
+    tensors: Iterable[tuple[str, torch.Tensor]] | None = None,
+    device: torch.device | None = None,
+) -> VisionModel:
+    """One rank's part of a model that is in memory.
+
+    Args:
+        model: The whole model; with ``tensors`` it may have no memory of its own.
+        part: Rank and ranks of a tensor-parallel group.
+        tensors: Name in any known spelling, and values, one at a time; None are those of the model.
+        device: Where the part goes; None is where the model is.
+
+    Returns:
+        A model with that rank's heads and part of the MLP, in evaluation mode.
+
+    Raises:
+        ConfigError: The ranks do not divide heads and MLP.
+        CheckpointError: As ``load_tensors``, or scales of packed weights would have to be divided.
+    """
+    own, take = _own(model.config, part)
+    mine = VisionModel.empty(own, model.dtype, device or model.device, model.attention)
+    tensors = model.state_dict().items() if tensors is None else tensors
+    load_tensors(mine, ((name, take(name, tuple(tensor.shape), tensor)) for name, tensor in tensors))
+    return mine.eval()
 
 
 @torch.no_grad()

@@ -118,11 +118,14 @@ def read_headers(file: Path, names: list[str]) -> Iterator[Header]:
                 yield Header(name, tuple(view.get_shape()), view.get_dtype())
 
 
-def read_tensors(shards: Mapping[Path, list[str]]) -> Iterator[tuple[str, torch.Tensor]]:
+def read_tensors(
+    shards: Mapping[Path, list[str]], take: Callable[[str, tuple[int, ...], Any], torch.Tensor] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of some files, one at a time, on the CPU.
 
     Args:
         shards: File -> names to read from it.
+        take: Gives what is wanted of a tensor, by its name, its shape and an indexable view of it; None is all.
 
     Yields:
         Name and values.
@@ -133,7 +136,11 @@ def read_tensors(shards: Mapping[Path, list[str]]) -> Iterator[tuple[str, torch.
     for file, names in shards.items():
         with open_shard(file) as tensors:
             for name in names:
-                yield name, tensors.get_tensor(name)
+                if take is None:
+                    yield name, tensors.get_tensor(name)
+                else:
+                    view = tensors.get_slice(name)
+                    yield name, take(name, tuple(view.get_shape()), view)
 
 
 def read_config(path: str | Path) -> tuple[VisionConfig, dict[str, Any]]:

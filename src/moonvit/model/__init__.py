@@ -21,7 +21,7 @@ H head dimension, M merged tokens, K = 4D, E language width, T frames.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,6 +118,22 @@ class VisionModel(nn.Module):
         Raises:
             ConfigError: The seed is no whole number from 0 on, or weights are packed.
         """
+        for name, values in self.random_weights(seed):
+            self.get_parameter(name).copy_(values)
+        return self
+
+    def random_weights(self, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """The values of ``init_weights_``, one parameter at a time; those of this model may be on the meta device.
+
+        Args:
+            seed: As there.
+
+        Yields:
+            Official name, and float32 values.
+
+        Raises:
+            ConfigError: As there.
+        """
         if self.packed:
             raise ConfigError("random values cannot be packed; use a model without packed weights", param="packed")
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
@@ -133,8 +149,7 @@ class VisionModel(nn.Module):
                 values *= 0.2
             else:
                 values *= parameter[0].numel() ** -0.5
-            parameter.copy_(values)
-        return self
+            yield name, values
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.moves += 1  # what was made from the weights may no longer be used
@@ -181,7 +196,9 @@ class VisionModel(nn.Module):
         if not isinstance(layer, Linear):
             raise ConfigError(f"{name} is not a linear layer, and cannot be packed", param="packed")
         parent, _, last = name.rpartition(".")
-        setattr(self.get_submodule(parent), last, as_kind(layer, kind, self.dtype))
+        made = as_kind(layer, kind, self.dtype)
+        made._forward_hooks = layer._forward_hooks  # a sum over ranks stays where it was put
+        setattr(self.get_submodule(parent), last, made)
 
     def prepare(
         self, grids: Iterable[Any], rows: int = ROWS, groups: int = 1, positions: Positions | None = None
