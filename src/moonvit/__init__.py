@@ -39,6 +39,7 @@ from moonvit.plan import Budget, Plan
 if TYPE_CHECKING:
     from moonvit.encoder import Features, VisionEncoder
     from moonvit.images import FetchPolicy, Limits
+    from moonvit.parallel import Parallel
     from moonvit.preprocess import tokens_for
 
 __version__ = "0.1.0"
@@ -65,6 +66,7 @@ __all__ = [
     "NonFiniteError",
     "NotFoundError",
     "OverloadedError",
+    "Parallel",
     "Plan",
     "PromptError",
     "RequestError",
@@ -82,6 +84,7 @@ _LATER = {
     "Features": "moonvit.encoder",
     "FetchPolicy": "moonvit.images",
     "Limits": "moonvit.images",
+    "Parallel": "moonvit.parallel",
     "VisionEncoder": "moonvit.encoder",
     "tokens_for": "moonvit.preprocess",
 }

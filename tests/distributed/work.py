@@ -15,6 +15,7 @@ import torch.distributed as dist
 from PIL import Image
 
 from moonvit import encoder as encoder_module
+from moonvit import reference
 from moonvit.bench.measure import peak
 from moonvit.deploy import assign_images
 from moonvit.encoder import VisionEncoder
@@ -75,6 +76,31 @@ def encoded(family: str, mode: str, receiver: int | None, dtype: str = "float32"
         [by_share[index] for index in range(len(whole))],
         [one.tensor for one in whole],
     ]
+
+
+def halves(family: str, dtype: str) -> list[list[torch.Tensor]]:
+    """Features in half precision over ranks, by plain PyTorch that adds up as many parts, and exact ones."""
+    enc, grids = make(family, dtype=dtype, parallel=Parallel("tensor")), [(1, 10, 12), (1, 4, 4)]
+    patches = patches_of(grids).float() / 127.5 - 1
+    whole = make(family, dtype=dtype).model
+    args = whole.state_dict(), whole.config, patches, grids
+    exact = reference.features(*args, torch.float32)
+    summed = {tensor.data_ptr() for name, tensor in args[0].items() if name.endswith(("wo.weight", "fc1.weight"))}
+    real = reference.F.linear
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if weight.data_ptr() not in summed:
+            return real(x, weight, bias)
+        parts = zip(x.chunk(dist.get_world_size(), 1), weight.chunk(dist.get_world_size(), 1), strict=True)
+        first, *others = (real(x_part, part) for x_part, part in parts)
+        return sum(others, start=first if bias is None else first + bias)
+
+    reference.F.linear = linear  # type: ignore[assignment]
+    try:
+        plain = reference.features(*args, whole.dtype)
+    finally:
+        reference.F.linear = real
+    return [enc.encode_patches(patches, grids), plain, exact]
 
 
 def patched(family: str, mode: str, grids: list[tuple[int, int, int]], receiver: int | None = None) -> list[Any]:

@@ -34,6 +34,7 @@ NAMES = {
     "NonFiniteError",
     "NotFoundError",
     "OverloadedError",
+    "Parallel",
     "Plan",
     "PromptError",
     "RequestError",
@@ -65,6 +66,7 @@ def test_every_error_is_exported() -> None:
 def test_names_come_from_where_they_live() -> None:
     from moonvit.encoder import Features, VisionEncoder
     from moonvit.images import FetchPolicy, Limits
+    from moonvit.parallel import Parallel
     from moonvit.preprocess import tokens_for
 
     expected: dict[str, Any] = {
@@ -72,6 +74,7 @@ def test_names_come_from_where_they_live() -> None:
         "VisionEncoder": VisionEncoder,
         "FetchPolicy": FetchPolicy,
         "Limits": Limits,
+        "Parallel": Parallel,
         "tokens_for": tokens_for,
     }
     assert {name: getattr(moonvit, name) for name in expected} == expected
@@ -101,6 +104,7 @@ def test_what_is_exported_is_documented() -> None:
         moonvit.Grid,
         moonvit.Limits,
         moonvit.FetchPolicy,
+        moonvit.Parallel,
     ):
         for name, member in inspect.getmembers(thing):
             if not name.startswith("_") and callable(member) and name in vars(thing):
