@@ -278,7 +278,7 @@ class VisionEncoder:
         listed = [self._fetched(item, index) for index, item in enumerate(listed)]
         plan = self._plan_sized([self._picture_grid(item, index) for index, item in enumerate(listed)])
         results = [features for batch in plan.batches for features in self._encode_pass(listed, plan, batch)]
-        self._refuse_non_finite([features.tensor for features in results])
+        self._refuse_non_finite([features.tensor for features in results], range(len(results)))
         return results
 
     def encode_batch(self, items: Sequence[Any], plan: Plan, batch: Batch) -> list[Features]:
@@ -297,7 +297,7 @@ class VisionEncoder:
             NonFiniteError: The model gave NaN or infinity.
         """
         results = self._encode_pass(items, plan, batch)
-        self._refuse_non_finite([features.tensor for features in results], batch.indices[0])
+        self._refuse_non_finite([features.tensor for features in results], batch.indices)
         return results
 
     def _encode_pass(self, items: Sequence[Any], plan: Plan, batch: Batch) -> list[Features]:
@@ -364,7 +364,7 @@ class VisionEncoder:
         for batch in plan.batches:
             first, last = batch.indices[0], batch.indices[-1]
             results += self._run(pack_LC[starts[first] : starts[last + 1]], plan, batch.indices)
-        self._refuse_non_finite(results)
+        self._refuse_non_finite(results, range(len(results)))
         return results
 
     def _plan_sized(self, sized: Sequence[tuple[Grid, int]]) -> Plan:
@@ -433,13 +433,13 @@ class VisionEncoder:
         results: list[torch.Tensor] = self.model(pack_LC.to(self.device), meta, self.dtype)
         return results
 
-    def _refuse_non_finite(self, results: Sequence[torch.Tensor], first: int = 0) -> None:
+    def _refuse_non_finite(self, results: Sequence[torch.Tensor], indices: Sequence[int]) -> None:
         # The extremes of a tensor are NaN or infinite where any value is; unlike isfinite they need no memory. All
         # images are asked in one read, so a GPU is waited for once.
         extremes = torch.stack([torch.stack(torch.aminmax(features)).float() for features in results])
         finite = extremes.isfinite().all(dim=1).tolist()
         if not all(finite):
-            index = first + finite.index(False)
+            index = indices[finite.index(False)]
             self._features.clear()  # what was just kept may be among them
             raise NonFiniteError(
                 f"image {index}: the encoder gave NaN or infinity in {self.dtype}; "

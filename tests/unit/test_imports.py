@@ -32,8 +32,10 @@ HOUSE: list[tuple[int, str, set[str]]] = [
     (3, "model", {"torch"}),
     (3, "reference", {"torch"}),
     (4, "checkpoint", {"torch", "safetensors", "huggingface_hub"}),
+    (4, "parallel", {"torch"}),
     (5, "encoder", {"torch", "numpy"}),
     (5, "compare", {"torch"}),
+    (5, "jobs", {"torch"}),
     (6, "prompts", {"tokenizers", "tiktoken"}),
     (7, "engines", {"torch", "transformers"}),
     (
