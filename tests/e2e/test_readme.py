@@ -79,6 +79,15 @@ def test_commands_run(command: str, tmp_path: Path) -> None:
         assert out == "stop\n"
 
 
+def test_torchrun_writes_a_folder(tmp_path: Path) -> None:
+    [line] = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines() if "torchrun" in line]
+    words = [str(ROOT / word) if word.startswith("src/") else word for word in shlex.split(line)]
+    assert words[0] == "torchrun"
+    run([sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]], cwd=tmp_path)
+    index = json.loads((tmp_path / "features" / "index.json").read_text())
+    assert len(index["tensors"]) == 2 and len([name for name in index["files"] if name]) == 2
+
+
 def test_the_plan_prints_what_stands_below_it() -> None:
     [shown] = [text for kind, text in BLOCKS if kind == "" and "stock towers" in text]
     command = next(shlex.split(command) for command in COMMANDS if "--compare" in command)
