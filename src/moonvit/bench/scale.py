@@ -428,6 +428,7 @@ def a_day(config: VisionConfig, count: int) -> list[Row]:
             rows += [Row(case, who, "received by all ranks", of) for who, of in tally.received.items()]
             rows += [
                 Row(case, OURS, "ranks with a picture, of a group", round(tally.busy / count, 6), "ranks"),
+                Row(case, OURS, "part of a group in use", round(sum(loads) / tally.busiest[OURS] / size, 6), "x"),
                 Row(case, OURS, "busiest group over the mean", round(max(loads) * groups / sum(loads), 6), "x"),
             ]
     return rows
@@ -472,42 +473,41 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
     cases: dict[str, dict[tuple[str, str], float]] = {}
     for row in rows:
         cases.setdefault(row.case, {})[row.who, row.metric] = row.value
-    random_cases = {case: of for case, of in cases.items() if (PEERS, "requests within 1.05") in of}
+    near, worst = "requests within 1.05", "worst over the bound"
+    busiest, moved = "busiest rank, summed", "received by all ranks"
+    settled = ("proven out of reach", "missed", "open")
+    drawn = {case: of for case, of in cases.items() if (OURS, worst) in of}
     days = {case: of for case, of in cases.items() if (OURS, "busiest group over the mean") in of}
-    papers = [row for row in rows if f"on {GROUP} ranks" in row.case]
-    whole = [
-        row for row in rows if row.metric in ("pictures", "patches", "features", "operations") and "day" in row.case
-    ]
-    first = next(iter(days.values()))
+    sixteen = next(iter(days.values()))[BOUND, busiest]
+    mix = [row for row in rows if row.case.startswith("a day") and ": " not in row.case]
     return {
         "assignment": _markdown(
-            ["random requests on 8 ranks", LONGEST, OURS, "proven out of reach", "missed", "open", "peers"],
+            ["random requests on 8 ranks", LONGEST, OURS, *settled, "peers"],
             [
-                [case, *(f"{of[key]:,.0f}" for key in keys)]
-                for case, of in random_cases.items()
-                for keys in [
-                    [
-                        (LONGEST, "requests within 1.05"),
-                        (OURS, "requests within 1.05"),
-                        *((OURS, name) for name in ("proven out of reach", "missed", "open")),
-                        (PEERS, "requests within 1.05"),
-                    ]
-                ]
+                [case.partition(":")[0]]
+                + [f"{of[who, near]:,.0f}" for who in (LONGEST, OURS)]
+                + [f"{of[OURS, name]:,.0f}" for name in settled]
+                + [f"{of[PEERS, near]:,.0f}"]
+                for case, of in drawn.items()
             ],
         ),
         "worst": _markdown(
-            ["worst over the bound", LONGEST, OURS, "peers"],
+            [worst, LONGEST, OURS, "peers"],
             [
-                [case, *(f"{of[who, 'worst over the bound']:.3f}" for who in (LONGEST, OURS, PEERS))]
-                for case, of in random_cases.items()
+                [case.partition(":")[0], *(f"{of[who, worst]:.3f}" for who in (LONGEST, OURS, PEERS))]
+                for case, of in drawn.items()
             ],
         ),
-        "paper": _markdown(["", "who", "", "value", "unit"], cells(papers)),
-        "mix": _markdown([whole[0].case, "", ""], [[row.metric, f"{row.value:,.0f}", row.unit] for row in whole]),
+        "ranks": _markdown(["rank", "pictures", "patches", "tokens", "TFLOP", "bytes received"], _five()),
+        "paper": _markdown(
+            ["", "who", "", "value", "unit"], cells([row for row in rows if f"on {GROUP} ranks" in row.case])
+        ),
+        "mix": _markdown([mix[0].case, "", ""], [line[2:] for line in cells(mix)]),
         "day": _markdown(
             [
                 "layout",
                 "ranks with a picture",
+                "ranks in use",
                 "busiest / bound",
                 "peers / bound",
                 "bound / that of 16",
@@ -520,19 +520,34 @@ def tables(rows: Sequence[Row]) -> dict[str, str]:
                 [
                     case.partition(": ")[2],
                     f"{of[OURS, 'ranks with a picture, of a group']:.2f}",
+                    f"{100 * of[OURS, 'part of a group in use']:.1f} %",
                     f"{of[OURS, busiest] / of[BOUND, busiest]:.4f}",
                     f"{of[PEERS, busiest] / of[BOUND, busiest]:.4f}",
-                    f"{of[BOUND, busiest] / first[BOUND, busiest]:.4f}",
+                    f"{of[BOUND, busiest] / sixteen:.4f}",
                     f"{of[OURS, moved] / 1e9:,.0f}",
                     f"{of[PEERS, moved] / 1e9:,.0f}",
                     f"{of[PEERS, moved] / of[OURS, moved]:.2f}",
                     f"{of[OURS, 'busiest group over the mean']:.4f}",
                 ]
-                for busiest, moved in [("busiest rank, summed", "received by all ranks")]
                 for case, of in days.items()
             ],
         ),
     }
+
+
+def _five() -> list[list[str]]:
+    """Ranks of the five pictures, those without one as a single line."""
+    config = family_config("kimi-k3")
+    made = deploy(config, [_grid(config.family, *size) for size in FIVE], dp=GROUP, machine=Machine("cuda"))
+    lines = []
+    for share in made.shares:
+        numbers = (share.plan.patches, share.plan.tokens) if share.plan else (0, 0)
+        pictures = ", ".join("{} x {}".format(*FIVE[index]) for index in share.images)
+        counts = [*(f"{number:,}" for number in numbers), f"{share.load / 1e12:,.2f}", f"{share.received_bytes:,}"]
+        if share.plan or share.ranks[0] == len(FIVE):
+            rank = f"{share.ranks[0]}" if share.plan else f"{share.ranks[0]} to {GROUP - 1}"
+            lines.append([rank, pictures or "none", *counts])
+    return lines
 
 
 def _markdown(heads: list[str], lines: list[list[str]]) -> str:
