@@ -25,7 +25,7 @@ import torch
 from moonvit.attention import has_bfloat16, this_machine
 from moonvit.cache import WeightCache
 from moonvit.checkpoint import divide, load_vision, read_config, resolve
-from moonvit.deploy import assign_images
+from moonvit.deploy import assign_images, resolve_mode
 from moonvit.errors import ConfigError, EmptyInputError, GridError, ImageError, InvalidInputError, NonFiniteError
 from moonvit.families import PATCH_VALUES, VisionConfig, family_config
 from moonvit.grids import Grid, as_grid, as_grids
@@ -141,10 +141,11 @@ class VisionEncoder:
     ) -> None:
         self._ranks = Ranks.of(parallel)
         self._parallel = parallel or Parallel()
-        self._divided = self._parallel.mode == "tensor" and self._ranks.size > 1
 
         def build() -> VisionModel:
             self._config, load = read()
+            mode = resolve_mode(self._config, self._ranks.size, self._parallel.mode)
+            self._divided = mode == "tensor" and self._ranks.size > 1
             model = load((self._ranks.rank, self._ranks.size) if self._divided else None)
             self._model: VisionModel | None = model
             self.budget = budget if isinstance(budget, Budget) else Budget(budget)

@@ -107,7 +107,23 @@ def test_plan_of_sixteen_ranks_beside_stock_towers() -> None:
     table = moonvit(*words, "--kv-bytes-per-token", "864", env={"COLUMNS": "80"}).stdout
     assert "5-15" in table and "empty" in table and "computed" in table and "not measured" in table
     assert "planned for a CUDA device" in table and f"{tokens:,}" in table
+    assert "receives" in table and "padded all-gather" in table and "10.53 x" in table
     assert max(map(len, table.splitlines())) <= 80
+
+
+def test_plan_spreads_a_request_as_the_mode_says() -> None:
+    words = ("plan", "-m", "kimi-k3", "1861x7041", "--json")
+    spread = json.loads(moonvit(*words, "--ranks", "16", "--mode", "auto").stdout)["deployment"]
+    assert (spread["tp"], spread["dp"], spread["over_mean"]) == (1, 16, 16.0)
+    assert [group["patches"] for group in spread["groups"]] == [67_268, *[0] * 15]
+    assert spread["padded_bytes"] == 16 * spread["groups"][1]["received_bytes"] == 16 * 241_088_512
+    shared = json.loads(moonvit(*words, "--ranks", "4", "--mode", "tensor").stdout)["deployment"]
+    assert (shared["tp"], shared["dp"]) == (4, 1) and shared["groups"][0]["reduced_bytes"] > 0
+    for refused in (("--mode", "tensor", "--ranks", "16"), ("--mode", "data", "--tp", "2"), ("--mode", "x")):
+        done = moonvit(*words, *refused)
+        assert (
+            done.returncode == errors.ConfigError.exit_code and not done.stdout and len(done.stderr.splitlines()) == 1
+        )
 
 
 def test_plan_says_how_many_kv_tokens_bytes_hold() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +15,14 @@ from moonvit.deploy import (
     MAX_RANKS,
     assign_images,
     deploy,
+    even_shares,
     layout,
     least_load,
     longest_first,
+    padded_bytes,
+    received_bytes,
+    reduced_bytes,
+    resolve_mode,
     split_tensors,
 )
 from moonvit.errors import BudgetError, ConfigError, EmptyInputError, GridError
@@ -40,16 +47,18 @@ def best(costs: list[int], ranks: int) -> int:
     )
 
 
-def test_assignments_are_near_the_best_and_whole() -> None:
+@pytest.mark.parametrize("assign", [longest_first, even_shares])
+def test_assignments_are_near_the_best_and_whole(assign: Callable[..., tuple[tuple[int, ...], ...]]) -> None:
     rng = random.Random(3)
     for _ in range(250):
         ranks, items = rng.randint(1, 4), rng.randint(1, 6)
         costs = [rng.choice((0, 1, 5, rng.randint(1, 30))) for _ in range(items)]
-        given = longest_first(costs, ranks)
+        given = assign(costs, ranks)
         assert len(given) == ranks
         assert sorted(itertools.chain(*given)) == list(range(items)), "every item exactly once"
         assert all(list(indices) == sorted(indices) for indices in given)
-        assert given == longest_first(list(costs), ranks)
+        assert given == assign(list(costs), ranks)
+        assert busiest(costs, given) <= busiest(costs, longest_first(costs, ranks))
         optimum = best(costs, ranks)
         assert 3 * ranks * busiest(costs, given) <= (4 * ranks - 1) * optimum
         assert least_load(costs, ranks) <= optimum <= busiest(costs, given)
@@ -69,6 +78,40 @@ def test_assignments_are_near_the_best_and_whole() -> None:
 def test_assignments_by_hand(costs: list[int], ranks: int, expected: tuple[tuple[int, ...], ...], least: int) -> None:
     assert longest_first(costs, ranks) == expected
     assert least_load(costs, ranks) == least
+
+
+def test_an_uneven_assignment_is_evened() -> None:
+    costs = [5, 5, 4, 4, 3, 3, 3]
+    assert busiest(costs, longest_first(costs, 3)) == 11
+    assert busiest(costs, even_shares(costs, 3)) == 9 == least_load(costs, 3)
+    assert even_shares([100] * 2, 4) == ((0,), (1,), (), ())
+    rng = random.Random(4)
+    bettered = 0
+    for _ in range(300):
+        ranks, items = rng.randint(2, 8), rng.randint(1, 40)
+        costs = [rng.randint(0, 50) for _ in range(items)]
+        given = even_shares(costs, ranks)
+        bettered += busiest(costs, given) < busiest(costs, longest_first(costs, ranks))
+        assert sorted(itertools.chain(*given)) == list(range(items))
+        full = [bool(indices) for indices in given]
+        assert full == sorted(full, reverse=True), "idle ranks come last"
+        heads = [max(costs[index] for index in indices) for indices in given if indices]
+        if given != longest_first(costs, ranks):
+            assert heads == sorted(heads, reverse=True)
+    assert bettered > 30
+
+
+@pytest.mark.parametrize(("items", "ranks", "seconds"), [(64, 8, 0.005), (500, 1024, 0.1), (4000, 1024, 5.0)])
+def test_assigning_is_quick(items: int, ranks: int, seconds: float) -> None:
+    rng = random.Random(5)
+    grids = [resize_plan(K25.rule, rng.randint(28, 4000), rng.randint(28, 4000)).grid for _ in range(items)]
+    costs = [image_flops(K25, grid) for grid in grids]
+    times = []
+    for _ in range(3):  # the quickest, since other work may share the machine
+        start = time.perf_counter()
+        even_shares(costs, ranks)
+        times.append(time.perf_counter() - start)
+    assert min(times) < seconds
 
 
 def test_images_go_by_their_operations_and_nothing_else() -> None:
@@ -94,10 +137,14 @@ def test_sixteen_ranks_of_k3() -> None:
             assert share.peak_bytes == outputs and share.load == 0
             continue
         own = make_plan(K3, [grids[index] for index in share.images], machine=Machine("cuda"))
+        assert share.received_bytes == outputs - own.output_bytes and share.reduced_bytes == 0
         assert share.plan == own and share.peak_bytes == max(own.peak_bytes, outputs)
     assert made.heaviest is made.shares[0] and len(made.rank_peaks) == 16
     document = json.loads(json.dumps(made.to_dict()))
     assert document["ranks"] == 16 and document["groups"][15]["images"] == []
+    assert document["padded_bytes"] == 16 * grids[0].tokens * 7168 * 2
+    assert document["over_mean"] == pytest.approx(16 * made.least_load / sum(share.load for share in made.shares))
+    assert document["received_bytes"] == 15 * outputs
     assert sum(group["patches"] for group in document["groups"]) == sum(grid.patches for grid in grids)
 
 
@@ -116,6 +163,47 @@ def test_tensor_parallel_ranks_take_their_part(config: VisionConfig, tp: int) ->
     linear = [image_flops(c, grids[0]) - image_flops(c, Grid(1, 64, 32)) for c in (config, split_tensors(config, tp))]
     assert linear[0] / tp < linear[1] < linear[0]
     assert share.load == image_flops(config, grids[0])
+
+
+def test_bytes_moved() -> None:
+    outputs, shares = [10, 20, 30], ((2,), (0, 1), ())
+    assert received_bytes(outputs, shares) == (30, 30, 60)
+    assert padded_bytes(outputs, shares) == 90
+    assert received_bytes([7], ((0,),)) == (0,) and padded_bytes([7], ((0,),)) == 7
+    # Two sums a layer, of which a rank of four receives 2 x 3/4.
+    assert reduced_bytes(K3, 4096, 4) == 27 * 2 * 4096 * 1024 * 2 * 2 * 3 // 4
+    assert reduced_bytes(K25, 100, 2, "float32") == 27 * 2 * 100 * 1152 * 4
+    assert reduced_bytes(K25, 100, 1) == reduced_bytes(K25, 0, 4) == 0
+    made = deploy(K3, [(64, 64), (32, 32)], tp=2, dp=2)
+    first, second = made.shares
+    assert first.plan and second.plan
+    assert (first.received_bytes, second.received_bytes) == (second.plan.output_bytes, first.plan.output_bytes)
+    assert made.received_bytes == 2 * (first.plan.output_bytes + second.plan.output_bytes)
+    assert made.padded_bytes == 2 * first.plan.output_bytes
+    assert first.reduced_bytes == reduced_bytes(K3, 4096, 2) == 4 * second.reduced_bytes
+
+
+def test_modes() -> None:
+    assert resolve_mode(K3, 16) == resolve_mode(K25, 16, "auto") == resolve_mode(K3, 4, "data") == "data"
+    assert resolve_mode(K25, 16, "tensor") == resolve_mode(K3, 4, "tensor") == "tensor"
+    with pytest.raises(ConfigError, match="12 heads and an MLP of 4096 divide over 1, 2, 4 ranks"):
+        resolve_mode(K3, 16, "tensor")
+    with pytest.raises(ConfigError, match="mode = 'both': known are auto, data, tensor"):
+        resolve_mode(K3, 16, "both")
+    with pytest.raises(ConfigError, match="ranks = 0"):
+        resolve_mode(K3, 0)
+    assert layout(ranks=16, mode="auto") == layout(ranks=16, mode="data") == layout(1, None, 16, "data") == (1, 16)
+    assert layout(ranks=16, mode="tensor") == layout(16, 1, None, "tensor") == (16, 1)
+    assert layout(tp=4, ranks=16, mode="auto") == (4, 4)
+    for said, message in (
+        ((2, None, None, "data"), "mode = data, but tp = 2, which it leaves at 1"),
+        ((None, 2, 4, "tensor"), "mode = tensor, but dp = 2, which it leaves at 1"),
+        ((4, None, 16, "tensor"), "ranks = 16, but tp 4 x dp 1 is 4"),
+        ((None, None, None, "x" * 99), "mode = 'xxx"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            layout(*said)
+        assert caught.value.message.startswith(message) and len(caught.value.message) < 150
 
 
 def test_groups_and_ranks_combine() -> None:

@@ -139,6 +139,13 @@ def plan(
     tp: Annotated[int | None, typer.Option(help="Ranks that share heads and MLP.")] = None,
     dp: Annotated[int | None, typer.Option(help="Groups that whole images are assigned to.")] = None,
     ranks: Annotated[int | None, typer.Option(help="All ranks, tp x dp; alone, that many groups.")] = None,
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="data gives whole pictures to ranks, tensor divides heads and MLP over them; auto is data unless --tp "
+            "says otherwise."
+        ),
+    ] = "auto",
     beside: Annotated[
         bool, typer.Option("--compare", help="Show beside it what the stock towers of vLLM and SGLang take, computed.")
     ] = False,
@@ -167,7 +174,7 @@ def plan(
     for name, value, most in (("threads", threads, 4096), ("kv-bytes-per-token", kv_bytes, 2**40)):
         if value is not None and not 1 <= value <= most:
             raise ConfigError(f"{name} = {value}, allowed are 1 to {most}", param=name)
-    groups = layout(tp, dp, ranks)
+    groups = layout(tp, dp, ranks, mode)
     options: dict[str, Any] = {"dtype": dtype, "budget": Budget(budget), "machine": Machine(device, threads)}
     options["packed"] = packed
     with naming(items):

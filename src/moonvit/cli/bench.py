@@ -9,7 +9,7 @@ import typer
 
 from moonvit.cli.options import Json
 from moonvit.cli.tables import table
-from moonvit.cli.terminal import print_json
+from moonvit.cli.terminal import console, print_json
 from moonvit.errors import InvalidInputError
 
 app = typer.Typer(help="Measure against rivals; outputs are proven equal first.", no_args_is_help=True)
@@ -54,3 +54,31 @@ def memory(
         report.plot(found, plot, DRAWN, TITLE)
     if docs is not None:
         report.write_docs(found, docs, DRAWN, TITLE)
+
+
+@app.command()
+def scale(
+    quick: Annotated[bool, typer.Option("--quick", help="A tenth of the requests.")] = False,
+    docs: Annotated[Path | None, typer.Option(help="Write the tables of scale.md there.", show_default=False)] = None,
+    as_json: Json = False,
+) -> None:
+    """Count, on paper, what requests take on 8, 16, 128 and 1,024 ranks.
+
+    Random requests against the bound, K3 on sixteen ranks, and a day in groups of sixteen and in one group. Bytes by
+    formula are proven equal to a count of messages. The last line is one JSON document.
+    """
+    if quick and docs is not None:
+        raise InvalidInputError("--quick and --docs exclude each other: the page shows the whole count", param="docs")
+    from moonvit.bench import report
+    from moonvit.bench.scale import COMPARED, run, write_page
+
+    page = docs and docs / "scale.md"
+    if page and not page.is_file():
+        raise InvalidInputError(f"{page} is not there, so no tables can be written into it", param="docs")
+    with console().status("counting") as status:
+        rows = run("quick" if quick else "usual", lambda what: status.update(f"counting: {what}"))
+    if not as_json:
+        table("scale", ["case", "who", "metric", "value", "unit"], report.cells(rows), right=3)
+    print_json(report.document("scale", rows, COMPARED))
+    if page:
+        write_page(rows, page)

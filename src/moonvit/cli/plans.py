@@ -125,6 +125,7 @@ def _show_ranks(spread: Deployment) -> None:
             f"{share.load / 1e12:,.2f}",
             byte_count(share.plan.workspace_bytes),
             byte_count(share.peak_bytes),
+            byte_count(share.received_bytes),
         ]
         for share in busy
         if share.plan
@@ -132,12 +133,27 @@ def _show_ranks(spread: Deployment) -> None:
     idle = [share for share in spread.shares if not share.plan]
     if idle:  # they come last, and are alike: all they hold is the features of the others
         ranks = (*idle[0].ranks, *idle[-1].ranks)
-        rows.append([_span(ranks), "empty", "0", "0", "0.00", byte_count(0), byte_count(idle[0].peak_bytes)])
+        held = [byte_count(count) for count in (0, idle[0].peak_bytes, idle[0].received_bytes)]
+        rows.append([_span(ranks), "empty", "0", "0", "0.00", *held])
+    features = spread.whole.output_bytes
     table(
         f"\n{spread.tp * spread.dp} ranks, tp {spread.tp} x dp {spread.dp}: "
-        f"the busiest has {spread.imbalance:.3f} x the least it can have",
-        ["rank", "pictures", "patches", "tokens", "TFLOP", "workspace", "peak"],
+        f"the busiest has {spread.imbalance:.3f} x the least it can have\n(max / mean {spread.over_mean:.3f})",
+        ["rank", "pictures", "patches", "tokens", "TFLOP", "workspace", "peak", "receives"],
         rows,
+    )
+    count = spread.tp * spread.dp
+    moved: list[tuple[str, int, int]] = [
+        ("features, at their sizes", max(share.received_bytes for share in spread.shares), spread.received_bytes),
+        ("features, padded all-gather", spread.padded_bytes, spread.padded_bytes * count),
+    ]
+    if spread.tp > 1:
+        summed = [share.reduced_bytes for share in spread.shares]
+        moved.append(("layers summed in a group", max(summed), sum(summed) * spread.tp))
+    table(
+        "\nbytes moved",
+        ["", "each rank, at most", "of the features", "all ranks"],
+        [[what, byte_count(most), f"{most / features:.2f} x", byte_count(total)] for what, most, total in moved],
     )
 
 
