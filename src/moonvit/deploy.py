@@ -21,6 +21,8 @@ MAX_RANKS = 4096
 """Ranks of one deployment."""
 MODES = ("auto", "data", "tensor")
 """How a request may be spread over ranks."""
+AGREED_BYTES = 16
+"""What a rank tells the others before and after its work."""
 HALVINGS = 10
 """Capacities that are tried while items are packed tighter: a thousandth of the way to the bound is near enough."""
 COMPARISONS = 8192
@@ -469,6 +471,8 @@ def deploy(
     pack = as_grids(grids)
     part = split_tensors(config, tp)
     _check_ranks("tp x dp", tp * dp)
+    # What ranks tell each other while they hold their own features: one buffer for what is said, one for all answers.
+    words = AGREED_BYTES * (1 + dp) if dp > 1 else 0
     # The whole request first: what does not fit is named by its place in the request, not by that within a rank.
     options: dict[str, Any] = {"dtype": dtype, "budget": budget, "machine": machine, "packed": packed}
     whole = make_plan(part, pack, **options)
@@ -485,7 +489,11 @@ def deploy(
                 images=images,
                 load=sum(costs[index] for index in images),
                 plan=made,
-                peak_bytes=max(made.peak_bytes if made else 0, whole.output_bytes),
+                peak_bytes=max(
+                    made.peak_bytes if made else 0,
+                    words + sum(outputs[index] for index in images),
+                    whole.output_bytes,
+                ),
                 received_bytes=received,
                 reduced_bytes=reduced_bytes(config, sum(grid.patches for grid in own), tp, dtype),
             )

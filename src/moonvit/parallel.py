@@ -28,12 +28,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from moonvit import errors
-from moonvit.deploy import MODES
+from moonvit.deploy import AGREED_BYTES, MODES
 from moonvit.errors import ConfigError, EngineError, InvalidInputError, MoonvitError
 from moonvit.model import VisionModel
 
-AGREED_BYTES = 16
-"""What a rank tells the others before and after its work."""
 _T = TypeVar("_T")
 _GLANCE = 0.5
 """Seconds between two looks at the others while waiting for them."""

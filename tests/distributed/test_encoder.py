@@ -15,7 +15,6 @@ from moonvit.checkpoint import save_vision
 from moonvit.deploy import deploy, split_tensors
 from moonvit.families import FAMILIES
 from moonvit.grids import Grid
-from moonvit.parallel import AGREED_BYTES
 from moonvit.plan import Kept, make_plan
 from moonvit.reference import max_relative_error
 from tests.distributed import work
@@ -124,18 +123,12 @@ def test_no_rank_takes_more_than_its_plan(team: Teams, grids: list[Any]) -> None
     config = work.make("kimi-k2.5").config
     machine = replace(this_machine(), threads=1)
     spread = deploy(config, grids, dp=4, dtype="float32", machine=machine)
-    whole = make_plan(config, grids, dtype="float32", machine=machine, kept=Kept(0)).output_bytes
-    # What is told before and after is gathered by way of a buffer of the backend; it comes and goes beside the features.
-    words = 2 * 4 * AGREED_BYTES + 1024
     for share, found in zip(spread.shares, good(team(4).run(work.peaks, "kimi-k2.5", grids, "data")), strict=True):
+        assert found <= share.peak_bytes, "a rank without images takes what it receives"
         own = [grids[index] for index in share.images]
-        planned = make_plan(config, own, dtype="float32", machine=machine, kept=Kept(0)).peak_bytes if own else 0
-        pixels = sum(Grid(*grid).patches for grid in own) * 588
-        assert found <= max(planned, whole) + words
         if own:
-            assert found >= planned - pixels - words, "and the plan is not loose"
-        else:
-            assert whole <= found
+            alone = make_plan(config, own, dtype="float32", machine=machine, kept=Kept(0))
+            assert found >= (alone.peak_bytes - alone.stages["patches"]) * 0.99, "and the plan is not loose"
 
 
 def test_tensor_parallel_ranks_take_what_their_plan_says(team: Teams) -> None:
