@@ -22,19 +22,36 @@ from moonvit.families import VisionConfig
 from moonvit.grids import Grid, as_grids
 from moonvit.plan.budget import Budget, read_bytes
 from moonvit.plan.chunks import (
+    GRAPH_BUDGETS,
+    GRAPH_PATCHES,
     NORM_VALUES,
     PACKED_VALUES,
     POSITION_BAND,
     ROWS,
     TOKEN_ROWS,
     chunk_rows,
+    graph_budget,
+    graph_sequences,
+    graph_starts,
     heads_at_once,
     packed_rows,
 )
-from moonvit.plan.cost import ALWAYS, ELEMENT_BYTES, MOMENTS, Cost, Load, Machine, image_flops, workspace_of
+from moonvit.plan.cost import (
+    ALWAYS,
+    ELEMENT_BYTES,
+    MOMENTS,
+    Cost,
+    Load,
+    Machine,
+    graph_bytes,
+    image_flops,
+    workspace_of,
+)
 
 __all__ = [
     "ELEMENT_BYTES",
+    "GRAPH_BUDGETS",
+    "GRAPH_PATCHES",
     "MOMENTS",
     "NORM_VALUES",
     "PACKED_VALUES",
@@ -48,6 +65,10 @@ __all__ = [
     "Machine",
     "Plan",
     "chunk_rows",
+    "graph_budget",
+    "graph_bytes",
+    "graph_sequences",
+    "graph_starts",
     "heads_at_once",
     "image_flops",
     "make_plan",
