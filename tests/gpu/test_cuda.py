@@ -16,7 +16,9 @@ from moonvit.checkpoint import packable
 from moonvit.families import FAMILIES
 from moonvit.graphs import CudaRecorder, GraphCache
 from moonvit.grids import Grid
-from moonvit.plan import GRAPH_BUDGETS, graph_bytes, make_plan
+from moonvit.model import VisionModel
+from moonvit.plan import GRAPH_BUDGETS, make_plan
+from moonvit.quantised import Unpacked
 from tests.packing import WAYS, model_of, pack, plain, state_of, wide_config
 from tests.parity.cases import CLIPS, GATE, IMAGES, random_model, random_patches, tiny, wide
 from tests.unit.test_attention import GRIDS, RELEASED
@@ -173,108 +175,91 @@ def test_the_plan_is_what_the_allocator_gives(family: str, dtype: str) -> None:
 # ---- graphs ---------------------------------------------------------------------------------------------------------
 
 
-def _graph_model(config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
-    model = random_model(config, dtype).to(CUDA)
+def _graph_model(model: VisionModel, dtype: torch.dtype = torch.bfloat16) -> VisionModel:
     if choose_backend(CUDA, dtype) != "varlen":
         pytest.skip("graphs need varlen: half precision from compute capability 8.0")
-    return model
+    return model.to(CUDA, dtype)
 
 
-def _packs(family: str) -> list[list[tuple[int, int, int]]]:
-    packs = [[(1, 2, 2)], IMAGES, [(1, 16, 16)], [(1, 36, 36)], [(1, 8, 8)] * 20, [(1, 64, 64)]]
-    return packs + ([*CLIPS.values()] if FAMILIES[family].pos_emb_time > 1 else [])
+def _assert_as_good_as_eager(model: VisionModel, grids: list[tuple[int, int, int]], graphs: GraphCache) -> None:
+    """Replays are the same twice, and no further off than an eager pass."""
+    patches, meta = random_patches(grids).to(CUDA), model.prepare(grids)
+    replayed, again, eager = (model(patches, meta, blocks=blocks) for blocks in (graphs, graphs, None))
+    assert all(torch.equal(a, b) for a, b in zip(replayed, again, strict=True))
+    with torch.device(CUDA):
+        exact = torch.cat(reference.features(Unpacked(model.state_dict()), model.config, patches, grids, torch.float32))
+    assert (torch.cat(replayed) - exact).norm() <= 1.1 * (torch.cat(eager) - exact).norm()
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @pytest.mark.parametrize("dtype", HALVES)
-def test_a_captured_graph_is_no_further_off_than_plain_pytorch(family: str, dtype: torch.dtype) -> None:
-    model = _graph_model(wide(family), dtype)
+def test_a_captured_graph_is_no_further_off_than_an_eager_pass(family: str, dtype: torch.dtype) -> None:
+    model = _graph_model(random_model(wide(family)), dtype)
     graphs = GraphCache(model, "1GiB")
-    for grids in (packs := _packs(family)) + packs[::-1]:
-        patches, meta = random_patches(grids).to(CUDA), model.prepare(grids)
-        replayed = model(patches, meta, blocks=graphs)
-        assert reference.max_relative_error(replayed, model(patches, meta)) <= 8 * torch.finfo(dtype).eps
-        assert all(torch.equal(a, b) for a, b in zip(replayed, model(patches, meta, blocks=graphs), strict=True))
-        with torch.device(CUDA):
-            exact = torch.cat(reference.features(model.state_dict(), model.config, patches, grids, torch.float32))
-            plain = torch.cat(reference.features(model.state_dict(), model.config, patches, grids, dtype))
-        assert (torch.cat(replayed) - exact).norm() <= 1.1 * (plain - exact).norm()
-    assert set(graphs.recorded) == {256, 512, 2048, 4096}
+    packs = [[(1, 2, 2)], IMAGES, [(1, 16, 16)], [(1, 36, 36)], [(1, 8, 8)] * 20, [(1, 64, 64)]]
+    packs += [*CLIPS.values()] if FAMILIES[family].pos_emb_time > 1 else []
+    for grids in packs + packs[::-1]:
+        _assert_as_good_as_eager(model, grids, graphs)
+    assert set(graphs.recorded) >= {256, 512, 2048, 4096}
+
+
+@pytest.mark.parametrize("way", ["weights that change", "packed weights"])
+def test_weights_that_change_or_are_packed_are_captured_too(way: str) -> None:
+    config = wide_config("kimi-k2.5")
+    state = state_of(random_model(config))
+    packed = way == "packed weights"
+    model = _graph_model(model_of(config, pack(state, packable(config), "mixed") if packed else state))
+    graphs = GraphCache(model, "1GiB")
+    _assert_as_good_as_eager(model, IMAGES, graphs)
+    assert graphs.recorded == (512,)
+    if not packed:
+        model.load_state_dict({name: tensor * 1.5 for name, tensor in model.state_dict().items()}, assign=True)
+        _assert_as_good_as_eager(model, IMAGES, graphs)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_a_replay_never_waits_for_the_device_and_launches_little(family: str) -> None:
-    model, grids = _graph_model(tiny(family, num_layers=8)), _grids(family)
+    model, grids = _graph_model(random_model(tiny(family, num_layers=8))), _grids(family)
     graphs = GraphCache(model, "1GiB")
-    pixels = torch.randint(0, 256, (sum(t * h * w for t, h, w in grids), 588), dtype=torch.uint8, device=CUDA)
-    meta = model.prepare(grids, 96)
-    model(pixels, meta, blocks=graphs)
+    meta, patches = model.prepare(grids, 96), random_patches(grids).to(CUDA)
+    model(patches, meta, blocks=graphs)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        again = model(pixels, meta, blocks=graphs)
+        model(patches, meta, blocks=graphs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert reference.max_relative_error(again, model(pixels, meta)) <= 8 * torch.finfo(torch.bfloat16).eps
-    hidden = model.embed(pixels, meta)
+    hidden = model.embed(patches, meta)
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
         graphs(hidden, meta)
         torch.cuda.synchronize()
     calls = [event.name for event in seen.events()]
-    assert sum("cudaGraphLaunch" in name for name in calls) == 1
+    assert sum("GraphLaunch" in name for name in calls) == 1
     assert sum("LaunchKernel" in name for name in calls) < 20 + 12 * len(grids)
 
 
 @pytest.mark.parametrize("family", ["kimi-k2.5", "kimi-k3"])
 def test_a_captured_graph_stays_within_its_bytes(family: str) -> None:
     """What libraries keep for the stream of the recordings was taken by the first one."""
-    model = _graph_model(wide(family))
-    recorder = CudaRecorder()
+    model, recorder = _graph_model(random_model(wide(family))), CudaRecorder()
     GraphCache(model, "1GiB", recorder, (256,)).warm_up()
     for budget in GRAPH_BUDGETS:
         graphs = GraphCache(model, "1GiB", recorder, (budget,))
-        size = graph_bytes(model.config, "bfloat16", budget, model.packed)
         found = peak(graphs.warm_up, "cuda")
-        assert graphs.recorded == (budget,) and graphs.bytes == size
-        assert found.peak <= size + 512 * 16
+        assert graphs.recorded == (budget,)
+        assert found.peak <= graphs.bytes + 512 * 16  # the allocator's rounding
         graphs.clear()
-        torch.cuda.synchronize()
 
 
 def test_dropped_graphs_give_the_devices_memory_back() -> None:
-    model = _graph_model(wide("kimi-k2.5"))
-    graphs = GraphCache(model, "1GiB")
-    graphs.warm_up()
-    graphs.clear()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
+    graphs = GraphCache(_graph_model(random_model(wide("kimi-k2.5"))), "1GiB")
+    after = []
     for _ in range(3):
         assert graphs.warm_up() == GRAPH_BUDGETS
-        assert torch.cuda.memory_reserved() > before
         graphs.clear()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        assert torch.cuda.memory_reserved() <= before
-
-
-def test_packed_weights_are_captured_too() -> None:
-    config = wide_config("kimi-k2.5")
-    model = model_of(config, pack(state_of(random_model(config)), packable(config), "mixed")).to(torch.bfloat16)
-    model.to(CUDA)
-    if choose_backend(CUDA, torch.bfloat16) != "varlen":
-        pytest.skip("graphs need varlen: half precision from compute capability 8.0")
-    graphs, meta, patches = GraphCache(model, "1GiB"), model.prepare(IMAGES), random_patches(IMAGES).to(CUDA)
-    replayed = model(patches, meta, blocks=graphs)
-    assert graphs.recorded == (512,)
-    assert reference.max_relative_error(replayed, model(patches, meta)) <= 8 * torch.finfo(torch.bfloat16).eps
-
-
-def test_weights_that_change_are_captured_anew() -> None:
-    model, patches = _graph_model(tiny("kimi-k2.5")), random_patches(IMAGES).to(CUDA)
-    graphs, meta = GraphCache(model, "1GiB"), model.prepare(IMAGES)
-    model(patches, meta, blocks=graphs)
-    model.load_state_dict({name: tensor * 1.5 for name, tensor in model.state_dict().items()}, assign=True)
-    replayed = model(patches, meta, blocks=graphs)
-    assert reference.max_relative_error(replayed, model(patches, meta)) <= 8 * torch.finfo(torch.bfloat16).eps
+        after.append(torch.cuda.memory_reserved())
+    assert after[0] == after[1] == after[2]
 
 
 def test_float32_is_run_eagerly() -> None:
