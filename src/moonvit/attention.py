@@ -189,6 +189,21 @@ class Rotary:
         return torch.cat(columns), torch.cat(rows)
 
 
+@dataclass(frozen=True)
+class Factors:
+    """RoPE of a pack, written out for each patch: for passes that may make nothing anew.
+
+    Attributes:
+        cis_LC: Factors of the pack, complex64 (L, H / 2).
+    """
+
+    cis_LC: torch.Tensor
+
+    def cis(self, start: int, stop: int) -> torch.Tensor:
+        """Factors of patches ``start:stop``, a view."""
+        return self.cis_LC[start:stop]
+
+
 def make_rotary(
     grids: Sequence[tuple[int, int, int]], head_dim: int, theta: float, device: torch.device | str = "cpu"
 ) -> Rotary:

@@ -28,6 +28,7 @@ from moonvit.checkpoint import divide, load_vision, read_config, resolve
 from moonvit.deploy import assign_images, resolve_mode
 from moonvit.errors import ConfigError, EmptyInputError, GridError, ImageError, InvalidInputError, NonFiniteError
 from moonvit.families import PATCH_VALUES, VisionConfig, family_config
+from moonvit.graphs import CudaRecorder, GraphCache, Mode
 from moonvit.grids import Grid, as_grid, as_grids
 from moonvit.images import (
     DEFAULT_LIMITS,
@@ -102,8 +103,9 @@ class VisionEncoder:
             first to go. Features are the same bits with and without.
         feature_cache: Bytes of features that are kept for pictures that come again; 0 keeps none.
         parallel: The ranks to work with, each of which makes the same calls; None is this process alone.
+        graph_cache: Bytes of CUDA graphs of the blocks, for requests of many small pictures; 0 records none.
 
-    A weight that changes, in place or by another tensor, empties both caches; what is written through ``.data`` is not
+    A weight that changes, in place or by another tensor, empties the caches; what is written through ``.data`` is not
     seen, so call ``clear_caches`` then. ``close``, or leaving a ``with`` block, gives all memory back.
 
     Raises:
@@ -123,11 +125,12 @@ class VisionEncoder:
         position_cache: int | str = POSITION_CACHE,
         feature_cache: int | str = 0,
         parallel: Parallel | None = None,
+        graph_cache: int | str = 0,
     ) -> None:
         def read() -> tuple[VisionConfig, Loader]:
             return model.config, lambda part: model if part is None else divide(model, part)
 
-        self._open(read, parallel, budget, limits, fetch, position_cache, feature_cache)
+        self._open(read, parallel, budget, limits, fetch, position_cache, feature_cache, graph_cache)
 
     def _open(
         self,
@@ -138,6 +141,7 @@ class VisionEncoder:
         fetch: FetchPolicy | None,
         position_cache: int | str,
         feature_cache: int | str,
+        graph_cache: int | str,
     ) -> None:
         self._ranks = Ranks.of(parallel)
         self._parallel = parallel or Parallel()
@@ -153,6 +157,7 @@ class VisionEncoder:
             self.fetch = fetch
             self._positions: Positions = WeightCache(read_bytes(position_cache, "position_cache"))
             self._features: WeightCache[Any, torch.Tensor] = WeightCache(read_bytes(feature_cache, "feature_cache"))
+            self._graphs = self._graph_cache(model, read_bytes(graph_cache, "graph_cache"))
             self._plan([SMALLEST])  # a budget that no picture fits is refused now
             return model
 
@@ -160,10 +165,20 @@ class VisionEncoder:
         if self._divided:
             sum_up(model, self._ranks)
 
+    def _graph_cache(self, model: VisionModel, nbytes: int) -> GraphCache | None:
+        if not nbytes:
+            return None
+        if model.device.type != "cuda":
+            raise ConfigError(f"graph_cache = {nbytes}: {model.device} has no CUDA graphs", param="graph_cache")
+        mode: Mode = "tensor" if self._divided else "data" if self._ranks.size > 1 else "single"
+        return GraphCache(model, nbytes, CudaRecorder(mode, self._parallel.capture))
+
     def _settings(self, model: VisionModel) -> Mapping[str, Any]:
         """What an encoder must have the same on all ranks."""
         how = {"mode": self._parallel.mode, "receiver": self._parallel.receiver, "dtype": str(model.dtype)}
-        return {**asdict(self._config), **how, "feature_cache": bool(self._features.max_bytes)}
+        graphs = self._graphs.max_bytes if self._graphs is not None else 0
+        caches = {"feature_cache": bool(self._features.max_bytes), "graph_cache": graphs}
+        return {**asdict(self._config), **how, **caches}
 
     @classmethod
     def from_pretrained(
@@ -178,6 +193,7 @@ class VisionEncoder:
         position_cache: int | str = POSITION_CACHE,
         feature_cache: int | str = 0,
         parallel: Parallel | None = None,
+        graph_cache: int | str = 0,
     ) -> VisionEncoder:
         """Load a checkpoint; only the files that hold vision are read, or brought from the hub.
 
@@ -192,6 +208,7 @@ class VisionEncoder:
             position_cache: As in the constructor.
             feature_cache: As in the constructor.
             parallel: As in the constructor. With heads and MLP divided, no rank reads more than its part of them.
+            graph_cache: As in the constructor.
 
         Returns:
             The encoder.
@@ -210,7 +227,7 @@ class VisionEncoder:
             return config, lambda part: load_vision(config, local, wanted, place, part)
 
         encoder = cls.__new__(cls)
-        encoder._open(read, parallel, budget, limits, fetch, position_cache, feature_cache)
+        encoder._open(read, parallel, budget, limits, fetch, position_cache, feature_cache, graph_cache)
         return encoder
 
     @classmethod
@@ -227,6 +244,7 @@ class VisionEncoder:
         position_cache: int | str = POSITION_CACHE,
         feature_cache: int | str = 0,
         parallel: Parallel | None = None,
+        graph_cache: int | str = 0,
         **overrides: Any,
     ) -> VisionEncoder:
         """A model with random weights, for tests, sizing and benchmarks.
@@ -242,6 +260,7 @@ class VisionEncoder:
             position_cache: As in the constructor.
             feature_cache: As in the constructor.
             parallel: As in the constructor.
+            graph_cache: As in the constructor.
             **overrides: Fields of ``VisionConfig``, such as ``num_layers=2``.
 
         Returns:
@@ -264,7 +283,7 @@ class VisionEncoder:
             return config, load
 
         encoder = cls.__new__(cls)
-        encoder._open(read, parallel, budget, limits, fetch, position_cache, feature_cache)
+        encoder._open(read, parallel, budget, limits, fetch, position_cache, feature_cache, graph_cache)
         return encoder
 
     def __enter__(self) -> VisionEncoder:
@@ -277,11 +296,14 @@ class VisionEncoder:
         """Let go of the model and empty the caches. Results that were given out stay good; a second call is nothing."""
         self._model = None
         self.clear_caches()
+        self._graphs = None
 
     def clear_caches(self) -> None:
-        """Forget kept positions and features."""
+        """Forget kept positions, features and graphs."""
         self._positions.clear()
         self._features.clear()
+        if self._graphs is not None:
+            self._graphs.clear()
 
     @property
     def model(self) -> VisionModel:
@@ -562,7 +584,8 @@ class VisionEncoder:
         check_frames(self.config, grids)
         name = str(self.dtype).removeprefix("torch.")
         positions, features = self._positions, self._features
-        kept = Kept(positions.max_bytes, tuple(positions.keys()), features.max_bytes, features.bytes)
+        graphs = self._graphs.max_bytes if self._graphs is not None else 0
+        kept = Kept(positions.max_bytes, tuple(positions.keys()), features.max_bytes, features.bytes, graphs)
         return make_plan(
             self.model.config,
             grids,
@@ -615,7 +638,7 @@ class VisionEncoder:
     def _run(self, pack_LC: torch.Tensor, grids: Sequence[Grid], made: Plan) -> list[torch.Tensor]:
         with self._ranks.linked() if self._divided else nullcontext():
             meta = self.model.prepare(grids, made.rows, made.groups, positions=self._positions)
-            results: list[torch.Tensor] = self.model(pack_LC.to(self.device), meta, self.dtype)
+            results: list[torch.Tensor] = self.model(pack_LC.to(self.device), meta, self.dtype, blocks=self._graphs)
             return results
 
     def _refuse_non_finite(self, results: Mapping[int, torch.Tensor]) -> None:

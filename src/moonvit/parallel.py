@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -50,6 +50,8 @@ class Parallel:
         group: A ``torch.distributed`` process group, of which every member makes the same calls. None is the default
             group, or this process alone where there is none.
         receiver: The rank of the group that wants the features; the others get none. None gives them to all.
+        capture: Makes the context that the group must be in while CUDA graphs of its sums are recorded, such as
+            ``ca_comm.capture`` of an engine's group. Entered for tensor parallelism alone; NCCL needs none.
 
     Raises:
         ConfigError: The mode or the receiver cannot be.
@@ -58,6 +60,7 @@ class Parallel:
     mode: Literal["auto", "data", "tensor"] = "auto"
     group: dist.ProcessGroup | None = None
     receiver: int | None = None
+    capture: Callable[[], AbstractContextManager[Any]] | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

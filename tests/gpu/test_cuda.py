@@ -7,14 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from moonvit import reference
 from moonvit.attention import attend, choose_backend, make_rotary, make_spans, rotate_, row_ranges, this_machine
 from moonvit.bench.measure import peak, room_for, run_plan
 from moonvit.checkpoint import packable
+from moonvit.encoder import VisionEncoder
 from moonvit.families import FAMILIES
+from moonvit.graphs import CudaRecorder, GraphCache
 from moonvit.grids import Grid
-from moonvit.plan import make_plan
+from moonvit.model import VisionModel
+from moonvit.plan import GRAPH_BUDGETS, make_plan
+from moonvit.quantised import Unpacked
 from tests.packing import WAYS, model_of, pack, plain, state_of, wide_config
 from tests.parity.cases import CLIPS, GATE, IMAGES, random_model, random_patches, tiny, wide
 from tests.unit.test_attention import GRIDS, RELEASED
@@ -166,3 +171,110 @@ def test_the_plan_is_what_the_allocator_gives(family: str, dtype: str) -> None:
         work()
         found = peak(work, "cuda").peak
         assert abs(found - plan.workspace_bytes) <= 0.02 * plan.workspace_bytes + 512 * len(plan.stages)
+
+
+# ---- graphs ---------------------------------------------------------------------------------------------------------
+
+
+def _graph_model(model: VisionModel, dtype: torch.dtype = torch.bfloat16) -> VisionModel:
+    if choose_backend(CUDA, dtype) != "varlen":
+        pytest.skip("graphs need varlen: half precision from compute capability 8.0")
+    return model.to(CUDA, dtype)
+
+
+def _assert_as_good_as_eager(model: VisionModel, grids: list[tuple[int, int, int]], graphs: GraphCache) -> None:
+    """Replays are the same twice, and no further off than an eager pass."""
+    patches, meta = random_patches(grids).to(CUDA), model.prepare(grids)
+    replayed, again, eager = (model(patches, meta, blocks=blocks) for blocks in (graphs, graphs, None))
+    assert all(torch.equal(a, b) for a, b in zip(replayed, again, strict=True))
+    with torch.device(CUDA):
+        exact = torch.cat(reference.features(Unpacked(model.state_dict()), model.config, patches, grids, torch.float32))
+    assert (torch.cat(replayed) - exact).norm() <= 1.1 * (torch.cat(eager) - exact).norm()
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_captured_graph_is_no_further_off_than_an_eager_pass(family: str, dtype: torch.dtype) -> None:
+    model = _graph_model(random_model(wide(family)), dtype)
+    graphs = GraphCache(model, "1GiB")
+    packs = [[(1, 2, 2)], IMAGES, [(1, 16, 16)], [(1, 36, 36)], [(1, 8, 8)] * 20, [(1, 64, 64)]]
+    packs += [*CLIPS.values()] if FAMILIES[family].pos_emb_time > 1 else []
+    for grids in packs + packs[::-1]:
+        _assert_as_good_as_eager(model, grids, graphs)
+    assert set(graphs.recorded) >= {256, 512, 2048, 4096}
+
+
+@pytest.mark.parametrize("way", ["weights that change", "packed weights"])
+def test_weights_that_change_or_are_packed_are_captured_too(way: str) -> None:
+    config = wide_config("kimi-k2.5")
+    state = state_of(random_model(config))
+    packed = way == "packed weights"
+    model = _graph_model(model_of(config, pack(state, packable(config), "mixed") if packed else state))
+    graphs = GraphCache(model, "1GiB")
+    _assert_as_good_as_eager(model, IMAGES, graphs)
+    assert graphs.recorded == (512,)
+    if not packed:
+        model.load_state_dict({name: tensor * 1.5 for name, tensor in model.state_dict().items()}, assign=True)
+        _assert_as_good_as_eager(model, IMAGES, graphs)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a_replay_never_waits_for_the_device_and_launches_little(family: str) -> None:
+    model, grids = _graph_model(random_model(tiny(family, num_layers=8))), _grids(family)
+    graphs = GraphCache(model, "1GiB")
+    meta, patches = model.prepare(grids, 96), random_patches(grids).to(CUDA)
+    model(patches, meta, blocks=graphs)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(patches, meta, blocks=graphs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    hidden = model.embed(patches, meta)
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+        graphs(hidden, meta)
+        torch.cuda.synchronize()
+    calls = [event.name for event in seen.events()]
+    assert sum("GraphLaunch" in name for name in calls) == 1
+    assert sum("LaunchKernel" in name for name in calls) < 20 + 12 * len(grids)
+
+
+@pytest.mark.parametrize("family", ["kimi-k2.5", "kimi-k3"])
+def test_a_captured_graph_stays_within_its_bytes(family: str) -> None:
+    """What libraries keep for the stream of the recordings was taken by the first one."""
+    model, recorder = _graph_model(random_model(wide(family))), CudaRecorder()
+    GraphCache(model, "1GiB", recorder, (256,)).warm_up()
+    for budget in GRAPH_BUDGETS:
+        graphs = GraphCache(model, "1GiB", recorder, (budget,))
+        found = peak(graphs.warm_up, "cuda")
+        assert graphs.recorded == (budget,)
+        assert found.peak <= graphs.bytes + 512 * 16  # the allocator's rounding
+        graphs.clear()
+
+
+def test_an_encoder_replays_and_its_plan_counts_the_graphs() -> None:
+    options: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "num_layers": 2}
+    enc, plain = (VisionEncoder.from_config("kimi-k2.5", graph_cache=nbytes, **options) for nbytes in ("80MB", 0))
+    _graph_model(enc.model)
+    patches, grids = random_patches(IMAGES), IMAGES
+    assert enc.plan(grids).peak_bytes == plain.plan(grids).peak_bytes + 80_000_000
+    _assert_as_good_as_eager(enc.model, IMAGES, enc._graphs)
+    assert len(enc.encode_patches(patches, grids)) == len(grids) and enc._graphs.recorded
+
+
+def test_dropped_graphs_give_the_devices_memory_back() -> None:
+    graphs = GraphCache(_graph_model(random_model(wide("kimi-k2.5"))), "1GiB")
+    after = []
+    for _ in range(3):
+        assert graphs.warm_up() == GRAPH_BUDGETS
+        graphs.clear()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        after.append(torch.cuda.memory_reserved())
+    assert after[0] == after[1] == after[2]
+
+
+def test_float32_is_run_eagerly() -> None:
+    model, patches = random_model(tiny("kimi-k2.5")).to(CUDA), random_patches(IMAGES).to(CUDA)
+    graphs, meta = GraphCache(model, "1GiB"), model.prepare(IMAGES)
+    ours, eager = model(patches, meta, blocks=graphs), model(patches, meta)
+    assert graphs.recorded == () and all(torch.equal(a, b) for a, b in zip(ours, eager, strict=True))

@@ -34,6 +34,7 @@ from moonvit.reference import max_relative_error
 from tests.parity.cases import GATE, random_patches, tiny
 
 FAMILY_NAMES = list(FAMILIES)
+GRAPHS = "64MB"
 SIZES = [(100, 60), (300, 200), (28, 28), (60, 100), (29, 400)]
 SMALL = {
     "hidden_size": 48,
@@ -584,3 +585,39 @@ def test_closing_gives_the_memory_back() -> None:
         with pytest.raises(InvalidInputError, match="this encoder is closed"):
             use()
     enc.close()
+
+
+# ---- CUDA graphs ----------------------------------------------------------------------------------------------------
+
+
+def test_graphs_are_refused_where_there_are_none() -> None:
+    with pytest.raises(ConfigError, match="graph_cache = 64000000: cpu has no CUDA graphs"):
+        small("kimi-vl", graph_cache=GRAPHS)
+    assert small("kimi-vl", graph_cache=0).encode(PICTURES[0])
+
+
+def test_graphs_run_the_blocks_are_in_the_plan_and_go_with_the_caches() -> None:
+    enc, plain = small("kimi-k2.5"), small("kimi-k2.5")
+    packs: list[int] = []
+
+    class Graphs:
+        max_bytes = 1000
+        cleared = 0
+
+        def __call__(self, hidden_LD: torch.Tensor, meta: Any) -> None:
+            packs.append(meta.patches)
+            enc.model.vision_tower.encoder(hidden_LD, meta)
+
+        def clear(self) -> None:
+            Graphs.cleared += 1
+
+    enc._graphs = Graphs()  # type: ignore[assignment]
+    plan = enc.plan(PICTURES)
+    assert plan.peak_bytes == plain.plan(PICTURES).peak_bytes + 1000
+    for ours, theirs in zip(enc.encode(PICTURES), plain.encode(PICTURES), strict=True):
+        assert torch.equal(ours.tensor, theirs.tensor)
+    assert packs == [batch.patches for batch in plan.batches]
+    enc.clear_caches()
+    assert Graphs.cleared == 1
+    enc.close()
+    assert Graphs.cleared == 2 and enc._graphs is None

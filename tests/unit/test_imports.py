@@ -32,6 +32,7 @@ HOUSE: list[tuple[int, str, set[str]]] = [
     (3, "model", {"torch"}),
     (3, "reference", {"torch"}),
     (4, "checkpoint", {"torch", "safetensors", "huggingface_hub"}),
+    (4, "graphs", {"torch"}),
     (4, "parallel", {"torch"}),
     (5, "encoder", {"torch", "numpy"}),
     (5, "compare", {"torch"}),

@@ -2,9 +2,9 @@
 
 ``prepare`` (``metadata.py``) turns grids into everything a pass needs that is not a weight: row chunks, RoPE tables,
 the index of the merge. It works on host integers and does all transfers. ``forward`` then never asks the device
-anything, and takes the pack through the layers (``layers.py``) in place:
+anything, and takes the pack through the layers (``layers.py``) in place, in three steps:
 
-    patches_LC -> hidden_LD -> blocks -> merged_MK -> features_ME
+    patches_LC -- embed --> hidden_LD -- blocks --> hidden_LD -- finish --> merged_MK --> features_ME
 
 Of a micro-batch only three things exist for all its rows: ``hidden`` (L, D), the keys and the values of the layer at
 hand (L, 2Q). Everything else lives for one chunk of R rows: normalised rows, queries, attention output, MLP, merged
@@ -21,7 +21,7 @@ H head dimension, M merged tokens, K = 4D, E language width, T frames.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,17 @@ from moonvit.attention import Backend, row_ranges
 from moonvit.errors import ConfigError, InvalidInputError
 from moonvit.families import PREFIXES, VisionConfig
 from moonvit.model.layers import MLP, Block, PositionTable, Projector, Tower
-from moonvit.model.metadata import ROWS, Metadata, Positions, as_patches, check_frames, frame_table, prepare
+from moonvit.model.metadata import (
+    ROWS,
+    Chunk,
+    Layout,
+    Metadata,
+    Positions,
+    as_patches,
+    check_frames,
+    frame_table,
+    prepare,
+)
 from moonvit.plan import TOKEN_ROWS
 from moonvit.quantised import Linear, PackedLinear, as_kind
 
@@ -40,6 +50,8 @@ __all__ = [
     "MLP",
     "ROWS",
     "Block",
+    "Chunk",
+    "Layout",
     "Metadata",
     "PositionTable",
     "Positions",
@@ -228,6 +240,7 @@ class VisionModel(nn.Module):
         meta: Metadata,
         dtype: torch.dtype | None = None,
         out: Sequence[torch.Tensor] | None = None,
+        blocks: Callable[[torch.Tensor, Metadata], None] | None = None,
     ) -> list[torch.Tensor]:
         """Encode one pack of images. Inference only: it works in place and keeps nothing for a backward pass.
 
@@ -238,6 +251,7 @@ class VisionModel(nn.Module):
             dtype: Dtype of the features; None is the projector's, or that of ``out``.
             out: Where the features of each image go: (M, E) in any floating dtype, on the model's device. None makes
                 room for each image when its turn comes.
+            blocks: Who takes hidden_LD through the blocks, in place; None is the tower's encoder.
 
         Returns:
             features_ME of each image, in order, each with storage of its own; or the tensors of ``out``.
@@ -253,18 +267,57 @@ class VisionModel(nn.Module):
             )
         if out is not None:
             self._check_out(out, meta, dtype)
-        tower, projector = self.vision_tower, self.projector
-        if meta.positions is not None:
-            meta.positions.watch([tower.patch_embed.pos_emb.weight], self.moves)
-        hidden_LD = tower.patch_embed(as_patches(patches_LC, meta.patches), meta)
-        tower.encoder(hidden_LD, meta)
+        hidden_LD = self.embed(patches_LC, meta)
+        (self.vision_tower.encoder if blocks is None else blocks)(hidden_LD, meta)
+        return self.finish(hidden_LD, meta, dtype, out)
 
+    @torch.no_grad()
+    def embed(self, patches_LC: torch.Tensor, meta: Metadata) -> torch.Tensor:
+        """What comes before the blocks: patches projected to the tower's width, positions added.
+
+        Args:
+            patches_LC: As for ``forward``.
+            meta: What ``prepare`` made for these images.
+
+        Returns:
+            hidden_LD in the tower's dtype.
+
+        Raises:
+            InvalidInputError: The patches are neither uint8 nor floating.
+            GridError: The patches are not those of the grids.
+        """
+        patch_embed = self.vision_tower.patch_embed
+        if meta.positions is not None:
+            meta.positions.watch([patch_embed.pos_emb.weight], self.moves)
+        hidden_LD: torch.Tensor = patch_embed(as_patches(patches_LC, meta.patches), meta)
+        return hidden_LD
+
+    @torch.no_grad()
+    def finish(
+        self,
+        hidden_LD: torch.Tensor,
+        meta: Metadata,
+        dtype: torch.dtype | None = None,
+        out: Sequence[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
+        """What comes after the blocks: patches merged and projected to the language model's width.
+
+        Args:
+            hidden_LD: What the blocks left.
+            meta: What ``prepare`` made for these images.
+            dtype: As for ``forward``.
+            out: As for ``forward``.
+
+        Returns:
+            features_ME of each image, in order, each with storage of its own; or the tensors of ``out``.
+        """
+        merge, projector = self.vision_tower.encoder.merge, self.projector
         features, token = [], 0
         for image, grid in enumerate(meta.grids):
             index_M4 = meta.merge_index_M4[token : token + grid.tokens]
             features_ME = self._new_features(grid.tokens, dtype) if out is None else out[image]
             for start, stop in row_ranges(grid.tokens, min(meta.rows, TOKEN_ROWS)):
-                projector(tower.encoder.merge(hidden_LD, index_M4[start:stop], grid), features_ME[start:stop])
+                projector(merge(hidden_LD, index_M4[start:stop], grid), features_ME[start:stop])
             features.append(features_ME)
             token += grid.tokens
         return features

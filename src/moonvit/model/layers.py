@@ -17,7 +17,7 @@ from moonvit.attention import (
 )
 from moonvit.families import PATCH, VisionConfig
 from moonvit.grids import Grid
-from moonvit.model.metadata import Chunk, Metadata, Positions
+from moonvit.model.metadata import Chunk, Layout, Metadata, Positions
 from moonvit.plan import NORM_VALUES, POSITION_BAND
 from moonvit.quantised import Linear, PackedLinear, linear_into
 
@@ -199,13 +199,13 @@ class Block(nn.Module):
         self.wo: Linear = nn.Linear(config.qkv_size, config.hidden_size, bias=config.attn_bias)
         self.mlp = MLP(config)
 
-    def forward(self, hidden_LD: torch.Tensor, scratch: Scratch, meta: Metadata) -> None:
+    def forward(self, hidden_LD: torch.Tensor, scratch: Scratch, meta: Layout) -> None:
         """Run the block.
 
         Args:
             hidden_LD: The residual stream, changed in place.
             scratch: Memory for keys and values.
-            meta: What ``prepare`` made.
+            meta: What ``prepare`` made, or as much of it.
         """
         for group in range(meta.groups):
             self._fill(hidden_LD, scratch, meta, group)
@@ -216,7 +216,7 @@ class Block(nn.Module):
         for chunk in meta.chunks:
             self._finish(hidden_LD, scratch, meta, chunk)
 
-    def _fill(self, hidden_LD: torch.Tensor, scratch: Scratch, meta: Metadata, group: int) -> None:
+    def _fill(self, hidden_LD: torch.Tensor, scratch: Scratch, meta: Layout, group: int) -> None:
         """Keys and values of every row and one group of heads, before any row of hidden changes."""
         for chunk in meta.chunks:
             rows = slice(chunk.start, chunk.stop)
@@ -227,7 +227,7 @@ class Block(nn.Module):
             rotate_(self._heads(scratch.keys_LQ[rows], meta), meta.rotary.cis(chunk.start, chunk.stop))
 
     def _attended(
-        self, hidden_LD: torch.Tensor, scratch: Scratch, meta: Metadata, chunk: Chunk, group: int
+        self, hidden_LD: torch.Tensor, scratch: Scratch, meta: Layout, chunk: Chunk, group: int
     ) -> torch.Tensor:
         """Attention output (R, Q / groups) of a chunk of rows and one group of heads."""
         width = scratch.keys_LQ.shape[1]
@@ -238,7 +238,7 @@ class Block(nn.Module):
         k_LNH, v_LNH = self._heads(scratch.keys_LQ, meta), self._heads(scratch.values_LQ, meta)
         return attend(q_RNH, k_LNH, v_LNH, chunk.spans, meta.backend, meta.heads_at_once).flatten(1)
 
-    def _finish(self, hidden_LD: torch.Tensor, scratch: Scratch, meta: Metadata, chunk: Chunk) -> None:
+    def _finish(self, hidden_LD: torch.Tensor, scratch: Scratch, meta: Layout, chunk: Chunk) -> None:
         """Add attention and MLP to a chunk of rows."""
         rows_RD = hidden_LD[chunk.start : chunk.stop]
         if scratch.attended_LQ is None:
@@ -253,7 +253,7 @@ class Block(nn.Module):
         """Queries (part 0), keys (1) or values (2) of one group of heads."""
         _linear(normed_RD, self.wqkv, out_RQ, part * self.wo.in_features + group * out_RQ.shape[1])
 
-    def _heads(self, x_RQ: torch.Tensor, meta: Metadata) -> torch.Tensor:
+    def _heads(self, x_RQ: torch.Tensor, meta: Layout) -> torch.Tensor:
         return torch.unflatten(x_RQ, -1, (self.heads // meta.groups, -1))
 
 
@@ -266,7 +266,7 @@ class Encoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.final_layernorm = _norm(config)
 
-    def forward(self, hidden_LD: torch.Tensor, meta: Metadata) -> None:
+    def forward(self, hidden_LD: torch.Tensor, meta: Layout) -> None:
         """Run all blocks, in place; ``final_layernorm`` follows row by row in ``merge``."""
         length, width = hidden_LD.shape[0], self.qkv_size // meta.groups
         keys_LQ, values_LQ = (hidden_LD.new_empty(length, width) for _ in range(2))

@@ -13,6 +13,7 @@ import torch
 
 from moonvit.attention import (
     Backend,
+    Factors,
     Rotary,
     Spans,
     choose_backend,
@@ -44,19 +45,33 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Metadata:
-    """Everything ``forward`` needs beside weights and patches, already on the model's device.
+class Layout:
+    """What the blocks need beside weights and hidden rows.
+
+    Attributes:
+        groups: Parts that the heads of a block are cut into.
+        heads_at_once: Heads of one attention call; None is all.
+        backend: Attention backend the spans were made for.
+        chunks: The pack cut into chunks.
+        rotary: RoPE of the pack.
+    """
+
+    groups: int
+    heads_at_once: int | None
+    backend: Backend
+    chunks: tuple[Chunk, ...]
+    rotary: Rotary | Factors
+
+
+@dataclass(frozen=True)
+class Metadata(Layout):
+    """Everything ``forward`` needs beside weights and patches, already on the model's device: a ``Layout`` and more.
 
     Attributes:
         grids: The images, in pack order.
         starts: First row of each image, and the end of the last (images + 1).
         rows: Rows of a chunk at most.
-        groups: Parts that the heads of a block are cut into.
-        heads_at_once: Heads of one attention call; None is all.
-        backend: Attention backend the spans were made for.
-        chunks: The pack cut into chunks.
         same_grid: For each distinct (h, w), the images that have it.
-        rotary: RoPE of the pack.
         merge_index_M4: Rows of the pack that become a token, first frame, in the order (0,0) (0,1) (1,0) (1,1), int32.
         frame_TD: Temporal table, float32 (T, D); None where every image has one frame.
         pixel_table: Normalised value of each uint8, in the model's dtype (256).
@@ -66,12 +81,7 @@ class Metadata:
     grids: tuple[Grid, ...]
     starts: tuple[int, ...]
     rows: int
-    groups: int
-    heads_at_once: int | None
-    backend: Backend
-    chunks: tuple[Chunk, ...]
     same_grid: tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
-    rotary: Rotary
     merge_index_M4: torch.Tensor
     frame_TD: torch.Tensor | None
     pixel_table: torch.Tensor

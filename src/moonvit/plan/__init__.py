@@ -22,19 +22,36 @@ from moonvit.families import VisionConfig
 from moonvit.grids import Grid, as_grids
 from moonvit.plan.budget import Budget, read_bytes
 from moonvit.plan.chunks import (
+    GRAPH_BUDGETS,
+    GRAPH_PATCHES,
     NORM_VALUES,
     PACKED_VALUES,
     POSITION_BAND,
     ROWS,
     TOKEN_ROWS,
     chunk_rows,
+    graph_budget,
+    graph_sequences,
+    graph_starts,
     heads_at_once,
     packed_rows,
 )
-from moonvit.plan.cost import ALWAYS, ELEMENT_BYTES, MOMENTS, Cost, Load, Machine, image_flops, workspace_of
+from moonvit.plan.cost import (
+    ALWAYS,
+    ELEMENT_BYTES,
+    MOMENTS,
+    Cost,
+    Load,
+    Machine,
+    graph_bytes,
+    image_flops,
+    workspace_of,
+)
 
 __all__ = [
     "ELEMENT_BYTES",
+    "GRAPH_BUDGETS",
+    "GRAPH_PATCHES",
     "MOMENTS",
     "NORM_VALUES",
     "PACKED_VALUES",
@@ -48,6 +65,10 @@ __all__ = [
     "Machine",
     "Plan",
     "chunk_rows",
+    "graph_budget",
+    "graph_bytes",
+    "graph_sequences",
+    "graph_starts",
     "heads_at_once",
     "image_flops",
     "make_plan",
@@ -73,12 +94,14 @@ class Kept:
         grids: (h, w) of the tables that are, least recently used first.
         features: Bytes of features that may be kept.
         features_held: Bytes of those that are.
+        graphs: Bytes that CUDA graphs may have, counted whether they are recorded yet or not.
     """
 
     positions: int = POSITION_CACHE
     grids: tuple[tuple[int, int], ...] = ()
     features: int = 0
     features_held: int = 0
+    graphs: int = 0
 
 
 @dataclass(frozen=True)
@@ -259,7 +282,7 @@ def _cached(
             held[sides] = nbytes
             most = max(most, sum(held.values()))
         features = min(kept.features, features + sum(outputs[index] for index in load.indices))
-        caches.append((most + features, sum(held.values()) + features))
+        caches.append((most + features + kept.graphs, sum(held.values()) + features + kept.graphs))
     return caches
 
 

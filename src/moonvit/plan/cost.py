@@ -13,7 +13,16 @@ from dataclasses import dataclass
 
 from moonvit.families import PATCH_VALUES, VisionConfig
 from moonvit.grids import Grid
-from moonvit.plan.chunks import NORM_VALUES, POSITION_BAND, TOKEN_ROWS, chunk_rows, heads_at_once, packed_rows
+from moonvit.plan.chunks import (
+    NORM_VALUES,
+    POSITION_BAND,
+    ROWS,
+    TOKEN_ROWS,
+    chunk_rows,
+    graph_sequences,
+    heads_at_once,
+    packed_rows,
+)
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element for each dtype a tower can have."""
@@ -285,3 +294,25 @@ def workspace_of(stages: dict[str, int]) -> int:
         Bytes beyond weights, pixels, outputs and caches.
     """
     return max(sum(stages[part] for part in (*ALWAYS[1:], *parts)) for parts in MOMENTS.values())
+
+
+def graph_bytes(config: VisionConfig, dtype: str, budget: int, packed: frozenset[str] = frozenset()) -> int:
+    """Bytes of a captured graph of the blocks.
+
+    Args:
+        config: The model.
+        dtype: As for ``make_plan``.
+        budget: Patches that the graph has room for.
+        packed: As for ``make_plan``.
+
+    Returns:
+        Its static buffers, which are hidden rows, rotary factors and lengths of sequences, and what the blocks make as
+        they run: keys, values and a chunk. What CUDA keeps for the graph itself is not in it, nor what its allocator
+        rounds up.
+    """
+    cost = Cost(config, dtype, Machine("cuda"), ROWS[0], 1, packed)
+    stages = cost.stages(Load(patches=budget, longest=budget))
+    factors = budget * config.head_dim * 4
+    chunks = -(-budget // chunk_rows(budget, ROWS[0]))
+    lengths = (chunks + 1) * (graph_sequences(budget) + 1) * 4
+    return stages["hidden"] + factors + lengths + stages["kv"] + max(stages["attention"], stages["chunk"])
