@@ -471,7 +471,7 @@ def deploy(
     pack = as_grids(grids)
     part = split_tensors(config, tp)
     _check_ranks("tp x dp", tp * dp)
-    # What ranks tell each other while they hold their own features: one buffer for what is said, one for all answers.
+    # What ranks tell each other once they have room for all features: one buffer for what is said, one for all answers.
     words = AGREED_BYTES * (1 + dp) if dp > 1 else 0
     # The whole request first: what does not fit is named by its place in the request, not by that within a rank.
     options: dict[str, Any] = {"dtype": dtype, "budget": budget, "machine": machine, "packed": packed}
@@ -489,11 +489,7 @@ def deploy(
                 images=images,
                 load=sum(costs[index] for index in images),
                 plan=made,
-                peak_bytes=max(
-                    made.peak_bytes if made else 0,
-                    words + sum(outputs[index] for index in images),
-                    whole.output_bytes,
-                ),
+                peak_bytes=max(made.peak_bytes if made else 0, whole.output_bytes + words),
                 received_bytes=received,
                 reduced_bytes=reduced_bytes(config, sum(grid.patches for grid in own), tp, dtype),
             )

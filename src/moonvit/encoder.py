@@ -432,39 +432,43 @@ class VisionEncoder:
         Returns:
             Features of all images of the passes, in order; none where this rank does not receive them.
         """
-        ranks = self._ranks
+        ranks, receiver = self._ranks, self._parallel.receiver
         indices = [index for batch in batches for index in batch.indices]
-        owners, made = [ranks.rank] * len(indices), plan
-        passes = [batch.indices for batch in batches]
-        if ranks.size > 1 and not self._divided:
-            grids = [plan.grids[index] for index in indices]
-            shares = assign_images(self._config, grids, ranks.size)
-            for rank, share in enumerate(shares):
-                for n in share:
-                    owners[n] = rank
-            own = shares[ranks.rank]
-            if own:
-                made = self._plan([grids[n] for n in own])
-            passes = [tuple(indices[own[n]] for n in batch.indices) for batch in made.batches] if own else []
+        wanted = receiver in (None, ranks.rank)
+        if ranks.size == 1 or self._divided:
+            tensors = self._passes(plan, [batch.indices for batch in batches], one_pass)
+            return [tensors[index] for index in indices] if wanted else []
 
-        def run() -> dict[int, torch.Tensor]:
+        shares = assign_images(self._config, [plan.grids[index] for index in indices], ranks.size)
+        owners = {indices[place]: rank for rank, share in enumerate(shares) for place in share}
+        own = [indices[place] for place in shares[ranks.rank]]
+
+        def share() -> dict[int, torch.Tensor]:
             found: dict[int, torch.Tensor] = {}
-            for chosen in passes:
-                ranks.check()
-                found.update(zip(chosen, one_pass(chosen, made), strict=True))
-            self._refuse_non_finite(found)
-            return found
+            if own:
+                made = self._plan([plan.grids[index] for index in own])
+                passes = [[own[place] for place in batch.indices] for batch in made.batches]
+                found = self._passes(made, passes, one_pass)
+            # Room for what others give is made here, where a lack of it can still be told to them.
+            return found | {index: self._room(plan.grids[index]) for index in indices if wanted and index not in found}
 
-        found = run() if self._divided else ranks.together(run)
-        if self._divided:
-            wanted = self._parallel.receiver in (None, ranks.rank)
-            return [found[index] for index in indices] if wanted else []
-        return ranks.exchange(
-            {n: found[index] for n, index in enumerate(indices) if index in found},
-            owners,
-            lambda n: self._room(plan.grids[indices[n]]),
-            self._parallel.receiver,
-        )
+        tensors = ranks.together(share)
+        ranks.exchange(tensors, {index: owners[index] for index in indices}, receiver)
+        return [tensors[index] for index in indices] if wanted else []
+
+    def _passes(
+        self,
+        made: Plan,
+        passes: Sequence[Sequence[int]],
+        one_pass: Callable[[Sequence[int], Plan], list[torch.Tensor]],
+    ) -> dict[int, torch.Tensor]:
+        """Features of images of this rank, by their index in the request."""
+        found: dict[int, torch.Tensor] = {}
+        for chosen in passes:
+            self._ranks.check()
+            found.update(zip(chosen, one_pass(chosen, made), strict=True))
+        self._refuse_non_finite(found)
+        return found
 
     def _room(self, grid: Grid) -> torch.Tensor:
         return torch.empty(grid.tokens, self._config.text_hidden_size, dtype=self.dtype, device=self.device)
@@ -642,8 +646,6 @@ class VisionEncoder:
             return results
 
     def _refuse_non_finite(self, results: Mapping[int, torch.Tensor]) -> None:
-        if not results:
-            return
         # The extremes of a tensor are NaN or infinite where any value is; unlike isfinite they need no memory. All
         # images are asked in one read, so a GPU is waited for once.
         extremes = torch.stack([torch.stack(torch.aminmax(features)).float() for features in results.values()])

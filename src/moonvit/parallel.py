@@ -146,7 +146,13 @@ class Ranks:
             return
         with self._lock:
             self.check()
-            yield
+            try:
+                yield
+            except Exception:
+                raise
+            except BaseException as error:  # an interruption, which the others would wait behind
+                self._leave(error)
+                raise
 
     def together(self, work: Callable[[], _T], facts: Callable[[_T], Mapping[str, Any]] | None = None) -> _T:
         """Do something that every rank does, and go on only where all of them could.
@@ -203,7 +209,8 @@ class Ranks:
         try:
             yield
         except BaseException as error:
-            self._leave(error)
+            if self.size > 1:
+                self._leave(error)
             raise
 
     # ---- tensors ----------------------------------------------------------------------------------------------------
@@ -221,48 +228,32 @@ class Ranks:
         return values
 
     def exchange(
-        self,
-        own: dict[int, torch.Tensor],
-        owners: Sequence[int],
-        room: Callable[[int], torch.Tensor],
-        receiver: int | None = None,
-    ) -> list[torch.Tensor]:
+        self, tensors: Mapping[int, torch.Tensor], owners: Mapping[int, int], receiver: int | None = None
+    ) -> None:
         """Give each tensor to the ranks that want it, at its exact size.
 
         Args:
-            own: Tensors of this rank by index, contiguous.
-            owners: The rank of each tensor.
-            room: Makes the tensor that another rank's one, by index, is received in.
+            tensors: Contiguous, by index: those that this rank owns, and those that it receives, which are filled.
+            owners: Index -> the rank that has it; the same, in the same order, on every rank.
             receiver: The rank that wants them; None is all.
-
-        Returns:
-            All tensors in order; none on ranks that want none. Those of this rank are the same as in ``own``.
         """
-        if self.size == 1:
-            return [own[index] for index in range(len(owners))]
-        tensors, works = [], []
-        wanted = receiver is None or receiver == self.rank
-        for index, owner in enumerate(owners):
-            tensor = own[index] if owner == self.rank else room(index) if wanted else None
-            if wanted:
-                assert tensor is not None
-                tensors.append(tensor)
-            if receiver is None:
-                assert tensor is not None
-                works.append(dist.broadcast(_raw(tensor), group_src=owner, group=self._group, async_op=True))
-            elif owner != receiver:
-                works.append(self._send(tensor, owner, receiver))
-        for work in works:
-            self._finish(work)
-        self._settle()
-        return tensors
+        with self.linked():
+            works = []
+            for index, owner in owners.items():
+                if receiver is None:
+                    raw = _raw(tensors[index])
+                    works.append(dist.broadcast(raw, group_src=owner, group=self._group, async_op=True))
+                elif owner != receiver:
+                    works.append(self._send(tensors.get(index), owner, receiver))
+            for work in works:
+                self._finish(work)
+            self._settle()
 
     def _send(self, tensor: torch.Tensor | None, owner: int, receiver: int) -> Any:
         # An all-to-all in which all but one pair exchange nothing. Unlike a send and its receive it can be waited for
         # in small steps, which those do not survive.
-        nothing = self._said[:0]
-        given = _raw(tensor) if tensor is not None and self.rank == owner else nothing
-        taken = _raw(tensor) if tensor is not None and self.rank == receiver else nothing
+        raw, nothing = self._said[:0] if tensor is None else _raw(tensor), self._said[:0]
+        given, taken = (raw if self.rank == end else nothing for end in (owner, receiver))
         sent, received = [0] * self.size, [0] * self.size
         sent[receiver], received[owner] = given.numel(), taken.numel()
         return dist.all_to_all_single(taken, given, received, sent, group=self._group, async_op=True)
@@ -356,7 +347,7 @@ class Ranks:
 
     def _leave(self, error: BaseException) -> None:
         """Tell the others that this rank does not go on."""
-        if self.size == 1 or self._lost is not None:
+        if self._lost is not None:
             return
         self._lost = f"rank {self.rank} of {self.size} left in the middle of a request: {_line(error)}"
         try:

@@ -152,6 +152,14 @@ def test_an_error_of_one_rank_is_that_of_all_and_harms_nothing(team: Teams, mode
     )
 
 
+def test_no_room_on_one_rank_is_told_to_all(team: Teams) -> None:
+    said = good(team(2).run(work.no_room_on_one_rank))
+    assert said == [
+        "EngineError: rank 1 of 2 failed: MemoryError: no room for features",
+        "MemoryError: no room for features",
+    ]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_nan_on_one_rank(team: Teams, mode: str) -> None:
     said = good(team(2).run(work.nan_on_the_last_rank, mode))

@@ -274,3 +274,21 @@ def leave_in_the_middle() -> str:
 def gathered() -> list[bytes]:
     """Messages of different lengths."""
     return Ranks(dist.group.WORLD).gather(b"x" * (1000 * dist.get_rank()))
+
+
+def no_room_on_one_rank() -> str:
+    """One rank has no memory for what the others give it; the next request is well again."""
+    enc = make("kimi-k2.5", parallel=Parallel("data"))
+    if dist.get_rank() == 1:
+
+        def room(grid: Any) -> torch.Tensor:
+            del enc._room  # type: ignore[method-assign]
+            raise MemoryError("no room for features")
+
+        enc._room = room  # type: ignore[method-assign]
+    try:
+        enc.encode(pictures())
+    except Exception as error:
+        assert len(enc.encode(pictures())) == len(SIZES)
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
