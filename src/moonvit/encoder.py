@@ -12,6 +12,7 @@ Shape suffixes: L packed patches, C = 588 values of a patch, M merged tokens, E 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -148,6 +149,12 @@ class VisionEncoder:
 
         def build() -> VisionModel:
             self._config, load = read()
+            receiver = self._parallel.receiver
+            if receiver is not None and receiver >= self._ranks.size:
+                raise ConfigError(
+                    f"receiver = {receiver}, but the ranks of the group are 0 to {self._ranks.size - 1}",
+                    param="receiver",
+                )
             mode = resolve_mode(self._config, self._ranks.size, self._parallel.mode)
             self._divided = mode == "tensor" and self._ranks.size > 1
             model = load((self._ranks.rank, self._ranks.size) if self._divided else None)
@@ -175,7 +182,10 @@ class VisionEncoder:
 
     def _settings(self, model: VisionModel) -> Mapping[str, Any]:
         """What an encoder must have the same on all ranks."""
-        how = {"mode": self._parallel.mode, "receiver": self._parallel.receiver, "dtype": str(model.dtype)}
+        # The last norm is whole on every rank, and another in another checkpoint.
+        norm = model.get_parameter("vision_tower.encoder.final_layernorm.weight").detach()
+        how: dict[str, Any] = {"weights": hashlib.sha256(norm.float().cpu().numpy().tobytes()).hexdigest()[:16]}
+        how |= {"mode": self._parallel.mode, "receiver": self._parallel.receiver, "dtype": str(model.dtype)}
         graphs = self._graphs.max_bytes if self._graphs is not None else 0
         caches = {"feature_cache": bool(self._features.max_bytes), "graph_cache": graphs}
         return {**asdict(self._config), **how, **caches}
@@ -408,7 +418,8 @@ class VisionEncoder:
             NonFiniteError: The model gave NaN or infinity.
         """
         with self._ranks.request():
-            pictures = self._ranks.together(lambda: self._look_again(items, batch), lambda _: self._facts(plan))
+            facts = {**self._facts(plan), "batch": list(batch.indices)}
+            pictures = self._ranks.together(lambda: self._look_again(items, batch), lambda _: facts)
             return self._encode(pictures, plan, (batch,))
 
     def _encode(self, pictures: list[_Pictured], plan: Plan, batches: Sequence[Batch]) -> list[Features]:
@@ -467,7 +478,9 @@ class VisionEncoder:
         for chosen in passes:
             self._ranks.check()
             found.update(zip(chosen, one_pass(chosen, made), strict=True))
-        self._refuse_non_finite(found)
+        if self._divided:
+            self._ranks.settle()  # to read a result is to wait for all ranks, of which one may be gone
+        self._step(lambda: self._refuse_non_finite(found))
         return found
 
     def _room(self, grid: Grid) -> torch.Tensor:
@@ -485,10 +498,13 @@ class VisionEncoder:
         grids = [plan.grids[index] for index in pack.keys]
         if grids:
             tensors.update(zip(pack.keys, self._run(pack.patches_LC, grids, made), strict=True))
+        self._step(lambda: self._keep(pack, tensors))
+        return [tensors[index] for index in indices]
+
+    def _keep(self, pack: _Pack, tensors: Mapping[int, torch.Tensor]) -> None:
         for index, key in pack.keys.items():
             if key and self._features.make_room(tensors[index].nbytes):
                 self._features.put(key, tensors[index].clone(), tensors[index].nbytes)
-        return [tensors[index] for index in indices]
 
     def _pack(self, pictures: list[_Pictured], plan: Plan, indices: Sequence[int]) -> _Pack:
         # Pictures are decoded one at a time, each into its rows of the pack, and dropped. One whose features are kept
@@ -553,12 +569,13 @@ class VisionEncoder:
             starts = [0, *accumulate(grid.patches for grid in plan.grids)]
 
             def one_pass(indices: Sequence[int], made: Plan) -> list[torch.Tensor]:
-                first, last = indices[0], indices[-1]
-                if last - first == len(indices) - 1:
-                    rows_LC = pack_LC[starts[first] : starts[last + 1]]
-                else:
-                    rows_LC = torch.cat([pack_LC[starts[index] : starts[index + 1]] for index in indices])
-                return self._run(rows_LC, [plan.grids[index] for index in indices], made)
+                found: list[torch.Tensor] = []
+                for run in _runs(indices) if pack_LC.is_floating_point() else [list(indices)]:
+                    # Floats that do not lie together go through one after the other: a copy would outweigh the plan.
+                    parts = [pack_LC[starts[part[0]] : starts[part[-1] + 1]] for part in _runs(run)]
+                    rows_LC = parts[0] if len(parts) == 1 else torch.cat(parts)
+                    found += self._run(rows_LC, [plan.grids[index] for index in run], made)
+                return found
 
             return self._work(plan, plan.batches, one_pass)
 
@@ -696,6 +713,17 @@ def _is_one(items: Any) -> bool:
 def _is_sides(item: Any) -> bool:
     """Whether this is a size or a grid: whole numbers, those of numpy included."""
     return isinstance(item, (list, tuple)) and bool(item) and all(hasattr(side, "__index__") for side in item)
+
+
+def _runs(indices: Sequence[int]) -> list[list[int]]:
+    """Ascending numbers, those that follow each other together."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][-1] == index - 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return runs
 
 
 def _param(index: int) -> str:

@@ -115,7 +115,7 @@ class Ranks:
             Their group.
 
         Raises:
-            ConfigError: Several processes were launched and have no group yet, or the receiver is none of them.
+            ConfigError: Several processes were launched and have no group yet.
             EngineError: As in the constructor.
         """
         group = parallel.group if parallel else None
@@ -128,13 +128,7 @@ class Ranks:
                     "call torch.distributed.init_process_group first",
                     param="group",
                 )
-        ranks = cls(group)
-        if parallel and parallel.receiver is not None and parallel.receiver >= ranks.size:
-            raise ConfigError(
-                f"receiver = {parallel.receiver}, but the ranks of the group are 0 to {ranks.size - 1}",
-                param="receiver",
-            )
-        return ranks
+        return cls(group)
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
@@ -223,6 +217,9 @@ class Ranks:
 
         Returns:
             ``values``.
+
+        Raises:
+            EngineError: A rank is gone.
         """
         self._finish(dist.all_reduce(values, group=self._group, async_op=True))
         return values
@@ -236,6 +233,9 @@ class Ranks:
             tensors: Contiguous, by index: those that this rank owns, and those that it receives, which are filled.
             owners: Index -> the rank that has it; the same, in the same order, on every rank.
             receiver: The rank that wants them; None is all.
+
+        Raises:
+            EngineError: A rank is gone.
         """
         with self.linked():
             works = []
@@ -247,7 +247,7 @@ class Ranks:
                     works.append(self._send(tensors.get(index), owner, receiver))
             for work in works:
                 self._finish(work)
-            self._settle()
+            self._agree(bytes(AGREED_BYTES))  # nobody leaves while others are still receiving
 
     def _send(self, tensor: torch.Tensor | None, owner: int, receiver: int) -> Any:
         # An all-to-all in which all but one pair exchange nothing. Unlike a send and its receive it can be waited for
@@ -280,13 +280,13 @@ class Ranks:
         given[: len(value)] = torch.tensor(list(value), dtype=torch.uint8, device=place)
         heard = [torch.empty_like(given) for _ in lengths]
         self._finish(dist.all_gather(heard, given, group=self._group, async_op=True))
-        self._settle()
+        self.settle()
         return [bytes(said[:length].tolist()) for said, length in zip(heard, lengths, strict=True)]
 
     def _agree(self, word: bytes) -> list[bytes]:
         self._said.copy_(torch.tensor(list(word), dtype=torch.uint8))
         self._finish(dist.all_gather(self._heard, self._said, group=self._group, async_op=True))
-        self._settle()
+        self.settle()
         return [bytes(said.tolist()) for said in self._heard]
 
     def _raise(self, error: Exception | None, failed: Sequence[int]) -> None:
@@ -347,12 +347,14 @@ class Ranks:
 
     def _leave(self, error: BaseException) -> None:
         """Tell the others that this rank does not go on."""
-        if self._lost is not None:
-            return
-        self._lost = f"rank {self.rank} of {self.size} left in the middle of a request: {_line(error)}"
+        if self._lost is None:
+            self._tell(f"rank {self.rank} of {self.size} left in the middle of a request: {_line(error)}")
+
+    def _tell(self, lost: str) -> None:
+        self._lost = lost
         try:
             if not self._store.check(["lost"]):
-                self._store.set("lost", self._lost)
+                self._store.set("lost", lost)
         except RuntimeError:  # with its store the group is gone too
             pass
 
@@ -367,6 +369,8 @@ class Ranks:
                 return
             except RuntimeError as error:
                 if work.is_completed():
+                    if self._succeeds(work):  # between the last look and this one
+                        return
                     self._blame(error)
             try:
                 self.check()
@@ -384,9 +388,13 @@ class Ranks:
             return False
         return True
 
-    def _settle(self) -> None:
-        """On a stream, wait for what is queued there; calls that wait for a dead rank would never end."""
-        if not self._on_stream:
+    def settle(self) -> None:
+        """On a stream, wait for what is queued there and look after the others meanwhile; elsewhere nothing is queued.
+
+        Raises:
+            EngineError: A rank is gone.
+        """
+        if self.size == 1 or not self._on_stream:
             return
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
@@ -403,8 +411,8 @@ class Ranks:
         while time.monotonic() < end:
             self.check()
             time.sleep(0.1)
-        self._lost = f"a rank of {self.size} is gone, and it is not known which: {_line(error)}"
-        raise EngineError(self._lost) from error
+        self._tell(f"a rank of {self.size} is gone, and it is not known which: {_line(error)}")
+        raise EngineError(str(self._lost)) from error
 
 
 def sum_up(model: VisionModel, ranks: Ranks) -> None:

@@ -137,7 +137,8 @@ def test_tensor_parallel_ranks_take_what_their_plan_says(team: Teams) -> None:
     machine = replace(this_machine(), threads=1)
     plan = make_plan(part, grids, dtype="float32", machine=machine, kept=Kept(0))
     for found in good(team(3).run(work.peaks, "kimi-k2.5", grids, "tensor")):
-        assert found <= plan.peak_bytes + 4096
+        pixels = plan.stages["patches"]  # there already
+        assert (plan.peak_bytes - pixels) * 0.99 <= found <= plan.peak_bytes - pixels + 4096
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -163,10 +164,7 @@ def test_no_room_on_one_rank_is_told_to_all(team: Teams) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_nan_on_one_rank(team: Teams, mode: str) -> None:
     said = good(team(2).run(work.nan_on_the_last_rank, mode))
-    if mode == "data":
-        assert said[0] == said[1] and said[0].startswith("NonFiniteError images[")
-    else:  # merging and projecting are whole on every rank, so only that one has it
-        assert said[1] == "NonFiniteError images[0]"
+    assert said[0] == said[1] and said[0].startswith("NonFiniteError images[")
 
 
 def test_groups_do_not_wait_for_each_other(team: Teams) -> None:
@@ -207,6 +205,25 @@ def auto_with_six_heads() -> str:
 def test_different_models_are_refused(team: Teams) -> None:
     told = good(team(2).run(work.made_differently))
     assert told == ["InvalidInputError: the ranks do not agree on num_layers: rank 0 has 1, rank 1 has 2"] * 2
+
+
+def test_what_ranks_were_asked_for_differently_is_told(team: Teams) -> None:
+    for work_of, key in ((work.different_batches, "batch"), (work.different_weights, "weights")):
+        told = good(team(2).run(work_of))
+        assert told[0] == told[1] and told[0].startswith(
+            f"InvalidInputError: the ranks do not agree on {key}: rank 0 has"
+        )
+    told = good(team(2).run(work.receiver_out_of_range))
+    assert told == ["ConfigError: receiver = 7, but the ranks of the group are 0 to 1"] * 2
+
+
+def test_floats_that_do_not_lie_together_take_no_more_than_the_plan(team: Teams) -> None:
+    grids = [(1, 36, 36), (1, 36, 36), *[(1, 12, 12)] * 18]
+    machine = replace(this_machine(), threads=1)
+    spread = deploy(work.make("kimi-k2.5").config, grids, dp=2, dtype="float32", machine=machine)
+    assert any(max(share.images) - min(share.images) >= len(share.images) for share in spread.shares)
+    for share, found in zip(spread.shares, good(team(2).run(work.float_peak, grids)), strict=True):
+        assert found <= share.peak_bytes
 
 
 def test_messages_of_any_length(team: Teams) -> None:

@@ -292,3 +292,36 @@ def no_room_on_one_rank() -> str:
         assert len(enc.encode(pictures())) == len(SIZES)
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+def different_batches() -> str:
+    """Each rank asks for another pass of the same plan."""
+    enc = make("kimi-k2.5", parallel=Parallel("data"))
+    plan = enc.plan(pictures())
+    try:
+        enc.encode_batch(pictures(), plan, plan.batches[dist.get_rank()])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def different_weights() -> str:
+    """Each rank has weights of another seed."""
+    return refused("tensor", "kimi-k2.5", seed=dist.get_rank())
+
+
+def receiver_out_of_range() -> str:
+    """One rank names a receiver that is none."""
+    try:
+        make("kimi-vl", parallel=Parallel("data", receiver=7 if dist.get_rank() == 1 else None))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@torch.no_grad()
+def float_peak(grids: list[tuple[int, int, int]]) -> int:
+    """Most bytes that this rank allocates for normalised patches, in float32."""
+    patches = patches_of(grids).float() / 127.5 - 1
+    enc = make("kimi-k2.5", position_cache=0, parallel=Parallel("data"))
+    return peak(partial(enc.encode_patches, patches, grids)).peak

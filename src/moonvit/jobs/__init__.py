@@ -92,7 +92,8 @@ def run_job(
         ranks.together(lambda: stack.enter_context(file))
         with _watching(folder, ranks, advance):
             try:
-                _work(job, file, ranks)
+                with ranks.linked():
+                    _work(job, file, ranks)
             except MoonvitError as error:
                 error.rank = ranks.rank
                 raise
