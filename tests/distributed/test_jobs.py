@@ -123,7 +123,9 @@ def test_a_killed_rank_ends_the_job_and_the_next_run_completes_it(
     assert code != 0 and said == ""
     assert "Signal 9 (SIGKILL)" in err and "rank      : 1 (local_rank: 1)" in err
     for survivor in (0, 2):
-        assert f"moonvit: ended by SIGTERM on rank {survivor}; what is finished is kept" in err
+        # torchrun ends the others, unless they have seen by themselves who is gone.
+        ended = f"moonvit: ended by SIGTERM on rank {survivor}; what is finished is kept"
+        assert ended in err or f"moonvit: rank {survivor}: rank 1 of 3 is gone: its process" in err
     kept = sum(lines(journal_of(out, rank, RANKS)) for rank in range(RANKS))
     assert not (out / "index.json").exists() and 1 <= kept < len(pictures)
 
