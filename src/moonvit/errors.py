@@ -37,6 +37,9 @@ class MoonvitError(Exception):
     Args:
         message: One sentence that names the value and the limit.
         param: The request field, image index or option that is at fault, if there is one.
+
+    Attributes:
+        rank: Which of several ranks it happened on, where that is known.
     """
 
     status: ClassVar[int] = 500
@@ -48,6 +51,7 @@ class MoonvitError(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
+        self.rank: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The error in the shape of the OpenAI API.

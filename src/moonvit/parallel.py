@@ -302,12 +302,16 @@ class Ranks:
         said = self.gather(json.dumps(_told(error)).encode())[failed[0]]
         if self.rank == failed[0]:
             assert error is not None
-            raise error
-        name, message, param = json.loads(said)
-        kind = getattr(errors, name, None)
-        if kind is not None:
-            raise kind(message, param=param) from None
-        raise EngineError(f"rank {failed[0]} of {self.size} failed: {name}: {message[:500]}")
+            first = error
+        else:
+            name, message, param = json.loads(said)
+            if kind := getattr(errors, name, None):
+                first = kind(message, param=param)
+            else:
+                first = EngineError(f"rank {failed[0]} of {self.size} failed: {name}: {message[:500]}")
+        if isinstance(first, MoonvitError):
+            first.rank = failed[0]
+        raise first from None
 
     def _refuse(self, told: Mapping[str, Any]) -> None:
         everyone = [json.loads(said) for said in self.gather(json.dumps(told).encode())]
@@ -372,7 +376,21 @@ class Ranks:
             except RuntimeError as error:
                 if work.is_completed():
                     self._blame(error)
+            try:
                 self.check()
+            except EngineError:
+                # Who has done its part may leave before the others have noticed.
+                if not self._succeeds(work):
+                    raise
+                return
+
+    @staticmethod
+    def _succeeds(work: Any) -> bool:
+        try:
+            work.wait(timedelta(seconds=_GLANCE))
+        except RuntimeError:
+            return False
+        return True
 
     def _settle(self) -> None:
         """On a stream, wait for what is queued there; calls that wait for a dead rank would never end."""

@@ -35,6 +35,7 @@ HOUSE: list[tuple[int, str, set[str]]] = [
     (4, "parallel", {"torch"}),
     (5, "encoder", {"torch", "numpy"}),
     (5, "compare", {"torch"}),
+    (5, "jobs", {"torch"}),
     (6, "prompts", {"tokenizers", "tiktoken"}),
     (7, "engines", {"torch", "transformers"}),
     (

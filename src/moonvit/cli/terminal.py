@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +22,11 @@ if TYPE_CHECKING:
 
 
 def console() -> Console:
-    """Where progress goes: stderr."""
+    """Where progress goes: stderr; of ranks that were launched together only the first shows any."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+    quiet = os.environ.get("RANK", "0") != "0"
+    return Console(stderr=True, highlight=False, markup=False, emoji=False, quiet=quiet)
 
 
 def print_json(document: Any) -> None:
@@ -53,6 +57,40 @@ def naming(pictures: list[str]) -> Iterator[None]:
             name = f"{found[0]} ({shown(pictures[int(found[1])])})"
             error.message = name + error.message.removeprefix(found[0])
         raise
+
+
+@contextmanager
+def leaving_at_once(said: str) -> Iterator[None]:
+    """Let SIGINT and SIGTERM end the process at once, whatever its main thread waits for; nothing is tidied up.
+
+    Args:
+        said: What to say after the name of the signal.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def wait() -> None:
+        if caught := os.read(reader, 1):
+            console().show_cursor()
+            sys.stderr.write(f"moonvit: ended by {signal.Signals(caught[0]).name}{said}\n")
+            sys.stderr.flush()
+            os._exit(128 + caught[0])
+
+    # The system's own handler writes the number of a signal into the pipe; a handler of ours would have to wait for the
+    # main thread to be back from torch.
+    former = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    descriptor = signal.set_wakeup_fd(writer)
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(descriptor)
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        os.close(writer)
+        thread.join()
+        os.close(reader)
 
 
 def model_path(model: str | None) -> str:
