@@ -93,7 +93,9 @@ def part(item: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def serving(log: Path, *options: str, flags: tuple[str, ...] = (), ranks: int = 1, **variables: str) -> Iterator[Server]:
+def serving(
+    log: Path, *options: str, flags: tuple[str, ...] = (), ranks: int = 1, **variables: str
+) -> Iterator[Server]:
     """Start ``moonvit serve --engine vllm``, and stop it with everything it left.
 
     Args:

@@ -39,7 +39,9 @@ def reference(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
 
 
 @pytest.fixture(scope="module", params=["data", "weights"])
-def ours(request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def ours(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     log = tmp_path_factory.mktemp(request.param) / "log"
     flags = ("--mm-encoder-tp-mode", request.param)
     with serving(log, *options(checkpoint), flags=flags, ranks=2, **EXACT) as server:
