@@ -21,7 +21,6 @@ import psutil
 
 from moonvit.engines import default_model
 
-LAUNCH = Path(__file__).with_name("launch")
 FLAGS = (
     *("--max-model-len", "4096", "--max-num-seqs", "4", "--kv-cache-memory-bytes", str(64 << 20)),
     *("--enforce-eager", "--enable-prompt-tokens-details"),
@@ -131,10 +130,9 @@ def serving(
 
 
 def _environment(ranks: int, variables: dict[str, str]) -> dict[str, str]:
-    """Of this process, without what would change the engine, with the launch of the CPU build."""
+    """Of this process, without what would change the engine."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MOONVIT_", "VLLM_"))}
-    paths = [str(LAUNCH), *filter(None, [kept.get("PYTHONPATH")])]
-    kept |= {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    kept |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     kept["TORCHDYNAMO_DISABLE"] = "1"  # the first request would compile for seconds
     if ranks > 1:  # by itself the platform wants a NUMA node for each
         cores = sorted(os.sched_getaffinity(0))

@@ -49,15 +49,11 @@ def ours(
 
 
 def test_probabilities_are_those_of_one_rank(ours: Server, reference: list[Any]) -> None:
-    worst = 0.0
     for message, wanted in zip(MESSAGES, reference, strict=True):
         for here, there in zip(ours.chances(*message), wanted, strict=True):
-            assert list(here) == list(there)
-            worst = max(worst, *(abs(here[token] - there[token]) for token in there))
-    print("worst", worst)
-    assert worst < 1e-3
+            assert here == pytest.approx(there, rel=1e-5)  # the float32 gate
 
 
 def test_pictures_reach_the_answer(ours: Server) -> None:
-    question = "What does it say?"
-    assert ours.chances(sample("stop"), question) != ours.chances(sample("number"), question)
+    one, other = (ours.chances(sample(name), "What does it say?")[0] for name in ("stop", "number"))
+    assert one != pytest.approx(other, rel=1e-2)
