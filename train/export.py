@@ -18,6 +18,8 @@ from train.config import STOP_IDS, demo_config
 from train.model import DemoModel
 from train.vocabulary import write
 
+TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+"""For engines that write prompts with Jinja: the prompts of ``moonvit.prompts.kimi_k25``."""
 SHARD = "model-00001-of-000001.safetensors"
 KIMI_VL_NAMES = {
     "mm_projector.pre_norm.": "multi_modal_projector.pre_norm.",
@@ -67,6 +69,13 @@ def preprocessor_config() -> dict[str, Any]:
     }
 
 
+def kimi_vl_preprocessor_config() -> dict[str, Any]:
+    """The released picture settings of Kimi-VL."""
+    cfg = preprocessor_config()["media_proc_cfg"]
+    shared = {key: cfg[key] for key in ("patch_size", "image_mean", "image_std")}
+    return {**shared, "merge_kernel_size": [2, 2], "pad_input": True, "in_token_limit": 4096}
+
+
 def kimi_vl(tensors: dict[str, Tensor], config: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The same model under Kimi-VL's names.
 
@@ -96,7 +105,7 @@ def kimi_vl(tensors: dict[str, Tensor], config: dict[str, Any]) -> tuple[dict[st
 def write_checkpoint(
     tensors: dict[str, Tensor], config: dict[str, Any], preprocessor: dict[str, Any], out: Path
 ) -> None:
-    """Write one directory: weights, index, configurations, vocabulary.
+    """Write one directory: weights, index, configurations, vocabulary, chat template.
 
     Args:
         tensors: Under official names.
@@ -116,7 +125,10 @@ def write_checkpoint(
         ("generation_config.json", generation),
     ):
         (out / name).write_text(json.dumps(content, indent=1) + "\n")
-    write(out, "<|media_start|>" if config["model_type"] == "kimi_vl" else "<|media_begin|>")
+    begin = "<|media_start|>" if config["model_type"] == "kimi_vl" else "<|media_begin|>"
+    write(out, begin)
+    # In either schema the model reads the turns it was taught; Kimi-VL's own know no think block.
+    (out / "chat_template.jinja").write_text(TEMPLATE.read_text().replace("<|media_begin|>", begin))
 
 
 def main() -> None:
@@ -129,9 +141,7 @@ def main() -> None:
     tensors, config, preprocessor = load_state(options.folder), demo_config(), preprocessor_config()
     if options.schema == "kimi-vl":
         tensors, config = kimi_vl(tensors, config)
-        cfg = preprocessor["media_proc_cfg"]
-        shared = {key: cfg[key] for key in ("patch_size", "image_mean", "image_std")}
-        preprocessor = {**shared, "merge_kernel_size": [2, 2], "pad_input": True, "in_token_limit": 4096}
+        preprocessor = kimi_vl_preprocessor_config()
     write_checkpoint(tensors, config, preprocessor, options.out)
     print(f"{sum(t.numel() for t in tensors.values()):,} parameters in {options.out / SHARD}")
 

@@ -38,7 +38,7 @@ HOUSE: list[tuple[int, str, set[str]]] = [
     (5, "compare", {"torch"}),
     (5, "jobs", {"torch"}),
     (6, "prompts", {"tokenizers", "tiktoken"}),
-    (7, "engines", {"torch", "transformers"}),
+    (7, "engines", {"torch", "transformers", "vllm"}),
     (
         8,
         "server",

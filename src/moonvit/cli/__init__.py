@@ -369,8 +369,13 @@ app.add_typer(bench.app, name="bench")
 @app.command()
 def serve(
     model: Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP, envvar="MOONVIT_MODEL")] = None,
-    engine: Annotated[str, typer.Option(help="What runs the model: embedded.", envvar="MOONVIT_ENGINE")] = "embedded",
-    device: Annotated[str, typer.Option(help=DEVICE_HELP, envvar="MOONVIT_DEVICE")] = "cpu",
+    flags: Annotated[
+        list[str] | None, typer.Argument(help="After --, flags for the engine itself.", show_default=False)
+    ] = None,
+    engine: Annotated[
+        str, typer.Option(help="What runs the model: embedded or vllm.", envvar="MOONVIT_ENGINE")
+    ] = "embedded",
+    device: Annotated[str | None, typer.Option(help=DEVICE_HELP + " [cpu]", envvar="MOONVIT_DEVICE")] = None,
     dtype: Annotated[str, typer.Option(help=DTYPE_HELP, envvar="MOONVIT_DTYPE")] = "auto",
     budget: Annotated[str, typer.Option(help=BUDGET_HELP, envvar="MOONVIT_BUDGET")] = "auto",
     host: Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")] = None,
@@ -394,19 +399,30 @@ def serve(
 ) -> None:
     """Serve the OpenAI API, and a page at /.
 
-    Every setting is also an environment variable: MOONVIT_PORT and so on.
+    Every setting is also an environment variable: MOONVIT_PORT and so on. With --engine vllm the server is vLLM's own,
+    with the bounded tower in it: moonvit serve --engine vllm -m MODEL -- --tensor-parallel-size 2
     """
-    flags = dict(locals())
+    given = dict(locals())
+    del given["flags"]
+    if engine == "vllm":
+        from moonvit.cli import vllm
+
+        vllm.check_plugin()
     from moonvit.engines import open_engine
     from moonvit.server import run
     from moonvit.server.settings import LOADING, load_settings
 
-    settings = load_settings(**{name: value for name, value in flags.items() if name not in LOADING})
+    settings = load_settings(**{name: value for name, value in given.items() if name not in LOADING})
+    if engine == "vllm":
+        vllm.serve(settings, model, flags or [], device=device, dtype=dtype, budget=budget)
+        return
+    if flags:
+        raise ConfigError(f"engine {shown(engine)!r} takes no flags of its own, but got {shown(' '.join(flags))}")
     with console().status("loading the model"):
         opened = open_engine(
             engine,
             model_path(model),
-            device=device,
+            device=device or "cpu",
             dtype=dtype,
             budget=budget,
             max_active=settings.max_running,

@@ -146,8 +146,8 @@ class Engine(Protocol):
         ...
 
 
-ENGINES = ("embedded",)
-"""Names ``open_engine`` knows."""
+ENGINES = ("embedded", "vllm")
+"""Names of engines; ``vllm`` has a server of its own, which ``moonvit serve`` starts."""
 
 
 def default_model() -> Path:
@@ -173,6 +173,8 @@ def open_engine(name: str, model: str | Path | None = None, /, **options: Any) -
     """
     if name not in ENGINES:
         raise ConfigError(f"unknown engine {name!r}; known: {', '.join(ENGINES)}", param="engine")
+    if name == "vllm":
+        raise ConfigError("engine 'vllm' is a server of its own: moonvit serve --engine vllm", param="engine")
     from moonvit.engines.embedded import EmbeddedEngine
 
     known = set(inspect.signature(EmbeddedEngine.from_pretrained).parameters) - {"path"}

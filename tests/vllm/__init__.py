@@ -1,0 +1,1 @@
+"""The real engine. Run by ``make test-vllm`` in an environment of its own."""
