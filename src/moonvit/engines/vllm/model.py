@@ -1,8 +1,8 @@
 """Kimi models of vLLM with our tower and projector in them; scheduling, memory, text and networking stay vLLM's.
 
 While a stock model builds itself, the classes of its tower and projector are replaced by functions that hand out the
-parts of a ``VisionModel``: so no stock weight is ever allocated, and everything that vLLM does to these modules, such as
-moving them or leaving out what a limit of 0 never needs, goes on as before. Names of weights are the official ones.
+parts of a ``VisionModel``: so no stock weight is ever allocated, and what vLLM does to these modules, such as moving
+them or leaving out what a limit of 0 never needs, goes on as before. Names of weights are the official ones.
 
 Under tensor parallelism heads and MLP are divided where they can be, with vLLM's own sums; otherwise, and where vLLM is
 told so, whole images go to ranks and features move at their exact size. All ranks run the same steps of the engine, so
